@@ -26,6 +26,31 @@ HEP_DEVICE uint32_t next_chunk(A& a, uint64_t* taken, uint32_t blocks) {
   return blocks + uint32_t(a.take_rank(taken));
 }
 
+struct ChunkTokens {
+  uint32_t begin, number;  // none: the chunk is behind the stream's last
+};
+
+// How a stream of tokens is cut into chunks.
+struct ChunkCut {
+  uint32_t tokens, of_chunk;
+  uint32_t whole = ~0u;  // chunks before those of a quarter of the tokens
+
+  // What all blocks take at a time is much to bring at once to ranks that could have begun with it. So the last of it
+  // are short chunks, where nobody's credits count them: of a stream that stays in the node.
+  HEP_DEVICE static ChunkCut tapered(uint32_t tokens, uint32_t of_chunk, uint32_t blocks) {
+    const uint32_t chunks = tokens / of_chunk;
+    return {tokens, of_chunk, chunks > blocks ? chunks - blocks : 0};
+  }
+  HEP_DEVICE ChunkTokens chunk(uint32_t i) const {
+    const bool in_full = i < whole;
+    const uint32_t most = in_full || of_chunk < 4 ? of_chunk : of_chunk / 4;
+    const uint64_t begin = in_full ? uint64_t(i) * of_chunk : uint64_t(whole) * of_chunk + uint64_t(i - whole) * most;
+    if (begin >= tokens) return {tokens, 0};
+    const uint32_t left = tokens - uint32_t(begin);
+    return {uint32_t(begin), left < most ? left : most};
+  }
+};
+
 template <Arch A>
 struct ChunkSweep {
   A& a;
@@ -34,10 +59,10 @@ struct ChunkSweep {
   uint32_t* cursors;  // [num_streams], shared memory: the chunk of each stream that this block has taken and not served
   uint32_t num_streams;
 
-  // count(s): tokens of stream s. ready(s, chunk): may it be served now? serve(s, chunk): does it.
+  // tokens(s, chunk): those of a chunk of stream s. ready(s, chunk): may it be served now? serve(s, chunk): does it.
   // rank_of(s): who is waited for, for the timeout report.
-  template <class Count, class Ready, class Serve, class RankOf>
-  HEP_DEVICE void run(Site site, uint32_t chunk_tokens, Count&& count, Ready&& ready, Serve&& serve, RankOf&& rank_of) {
+  template <class Tokens, class Ready, class Serve, class RankOf>
+  HEP_DEVICE void run(Site site, Tokens&& tokens, Ready&& ready, Serve&& serve, RankOf&& rank_of) {
     for (uint32_t s = 0; s < num_streams; ++s) a.st_shared(cursors + s, uint32_t(a.block_idx()));
     for (bool more = true; more;) {
       more = false;
@@ -45,7 +70,7 @@ struct ChunkSweep {
       WaitInfo waiting{site};
       for (uint32_t s = 0; s < num_streams; ++s) {
         const uint32_t chunk = a.ld_shared(cursors + s);
-        if (uint64_t(chunk) * chunk_tokens >= count(s)) continue;
+        if (!tokens(s, chunk).number) continue;
         more = true;
         if (!ready(s, chunk)) {
           waiting.peer = rank_of(s);
@@ -64,11 +89,5 @@ struct ChunkSweep {
     }
   }
 };
-
-// Tokens of chunk `chunk` of a stream of `count` tokens.
-HEP_DEVICE uint32_t chunk_size(uint32_t count, uint32_t chunk, uint32_t chunk_tokens) {
-  const uint32_t left = count - chunk * chunk_tokens;
-  return left < chunk_tokens ? left : chunk_tokens;
-}
 
 }  // namespace hep

@@ -14,6 +14,7 @@ struct DispatchG2SRole {
   const DispatchParams& p;
   StageProducer<A, TokenHead> to;
   ChunkSweep<A> sweep;  // streams: the rail peers, then this rank's own tokens
+  const ChunkCut own_tokens;
 
   HEP_DEVICE DispatchG2SRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
                              std::byte* smem)
@@ -22,12 +23,13 @@ struct DispatchG2SRole {
         p(params),
         to(fifo),
         sweep{arch, params.taken.to_node, params.taken.blocks,
-              reinterpret_cast<uint32_t*>(smem + params.arrival_cursors_at), params.rail.num_peers + 1} {}
+              reinterpret_cast<uint32_t*>(smem + params.arrival_cursors_at), params.rail.num_peers + 1},
+        own_tokens(cut_of(params.plan.node_count[params.world.node()])) {}
 
   HEP_DEVICE void run(int num_consumers) {
     a.set_role(Role::kG2s);
     sweep.run(
-        Site::kRailAny, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return num_tokens(s); },
+        Site::kRailAny, [&](uint32_t s, uint32_t chunk) { return tokens(s, chunk); },
         [&](uint32_t s, uint32_t chunk) { return arrived(s, chunk); },
         [&](uint32_t s, uint32_t chunk) { serve(s, chunk); }, [&](uint32_t s) { return p.rail.peers[s].rank; });
     TokenHead stop{};
@@ -37,16 +39,20 @@ struct DispatchG2SRole {
 
  private:
   HEP_DEVICE bool is_own(uint32_t source) const { return source == p.rail.num_peers; }
-  HEP_DEVICE uint32_t num_tokens(uint32_t s) const {
-    return is_own(s) ? p.plan.node_count[p.world.node()] : p.plan.rail_count[p.rail.peers[s].node];
+  HEP_DEVICE ChunkCut cut_of(uint32_t tokens) const {
+    const uint32_t most = p.rail.geometry.chunk_tokens;
+    return p.rail.num_peers ? ChunkCut{tokens, most} : ChunkCut::tapered(tokens, most, p.taken.blocks);
+  }
+  HEP_DEVICE ChunkTokens tokens(uint32_t s, uint32_t chunk) const {
+    if (is_own(s)) return own_tokens.chunk(chunk);
+    return ChunkCut{p.plan.rail_count[p.rail.peers[s].node], p.rail.geometry.chunk_tokens}.chunk(chunk);
   }
   HEP_DEVICE bool arrived(uint32_t s, uint32_t chunk) {
     return is_own(s) || injected(Bug::kRailChunkUnawaited) ||
            RailReceiver::test(a, net, p.rail.geometry, p.rail.peers[s], chunk);
   }
   HEP_DEVICE void serve(uint32_t s, uint32_t chunk) {
-    const uint32_t begin = chunk * p.rail.geometry.chunk_tokens;
-    const uint32_t n = chunk_size(num_tokens(s), chunk, p.rail.geometry.chunk_tokens);
+    const auto [begin, n] = tokens(s, chunk);
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes);
     const unsigned char* slot = is_own(s) ? nullptr : RailReceiver::slot(p.rail.geometry, p.rail.peers[s], chunk);
     TokenHead head{};

@@ -31,7 +31,7 @@ struct N2NRole {
   HEP_DEVICE void run() {
     a.set_role(Role::kN2n);
     sweep.run(
-        Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.node_count[peer(s).node]; },
+        Site::kRailSlotFree, [&](uint32_t s, uint32_t chunk) { return tokens_of(peer(s), chunk); },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },
         [&](uint32_t s, uint32_t chunk) { send_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
     if (rows) {
@@ -42,9 +42,11 @@ struct N2NRole {
 
  private:
   HEP_DEVICE const RailPeer& peer(uint32_t stream) const { return p.rail.peer_behind(p.world.node(), stream); }
+  HEP_DEVICE ChunkTokens tokens_of(const RailPeer& peer, uint32_t chunk) const {
+    return ChunkCut{p.plan.node_count[peer.node], p.rail.geometry.chunk_tokens}.chunk(chunk);
+  }
   HEP_DEVICE void send_chunk(const RailPeer& peer, uint32_t chunk) {
-    const uint32_t begin = chunk * p.rail.geometry.chunk_tokens;
-    const uint32_t n = chunk_size(p.plan.node_count[peer.node], chunk, p.rail.geometry.chunk_tokens);
+    const auto [begin, n] = tokens_of(peer, chunk);
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes), total = n * tiles;
     const uint32_t lag = in.fifo.num_stages - 2;  // loads in flight before the first store
     unsigned char* slot = RailSender::slot(net, p.rail.geometry, peer, chunk);

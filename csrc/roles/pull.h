@@ -30,14 +30,16 @@ struct NodeSumRole {
     auto peer = [&](uint32_t s) -> const RailPeer& { return p.rail.peer_behind(p.world.node(), s); };
     auto* cursors = reinterpret_cast<uint32_t*>(smem + p.credit_cursors_at);
     ChunkSweep<A>{a, p.taken.to_rail, p.taken.blocks, cursors, p.rail.num_peers}.run(
-        Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.rail_count[peer(s).node]; },
+        Site::kRailSlotFree, [&](uint32_t s, uint32_t chunk) { return tokens_of(peer(s), chunk); },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },
         [&](uint32_t s, uint32_t chunk) { sum_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
     rows.report();
   }
+  HEP_DEVICE ChunkTokens tokens_of(const RailPeer& peer, uint32_t chunk) const {
+    return ChunkCut{p.plan.rail_count[peer.node], p.rail.geometry.chunk_tokens}.chunk(chunk);
+  }
   HEP_DEVICE void sum_chunk(const RailPeer& peer, uint32_t chunk) {
-    const uint32_t begin = chunk * p.rail.geometry.chunk_tokens;
-    const uint32_t n = chunk_size(p.plan.rail_count[peer.node], chunk, p.rail.geometry.chunk_tokens);
+    const auto [begin, n] = tokens_of(peer, chunk);
     unsigned char* row = RailSender::slot(net, p.rail.geometry, peer, chunk);
     rows.records.open(p.plan.rail_record(peer.node, begin, p.record_bytes), n);
     for (uint32_t i = 0; i < n; ++i, row += p.partial.row_bytes()) {
@@ -75,11 +77,11 @@ struct FinalSumRole {
  private:
   HEP_DEVICE void sum_tokens(uint32_t worker, uint32_t workers) {
     const int node = p.world.node();
-    const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
     // Chunks of tokens no longer than the rails': RailTally's credits come in time because of it.
-    for (uint32_t chunk = worker; uint64_t(chunk) * chunk_tokens < p.plan.num_tokens;
-         chunk = next_chunk(a, p.taken.to_node, workers)) {
-      const uint32_t begin = chunk * chunk_tokens, n = chunk_size(p.plan.num_tokens, chunk, chunk_tokens);
+    const ChunkCut cut = ChunkCut::tapered(p.plan.num_tokens, p.rail.geometry.chunk_tokens, workers);
+    for (uint32_t chunk = worker;; chunk = next_chunk(a, p.taken.to_node, workers)) {
+      const auto [begin, n] = cut.chunk(chunk);
+      if (!n) break;
       const int32_t* const pos = p.plan.node_pos + uint64_t(begin) * p.world.num_nodes + node;
       int32_t first = -1;  // of this node's records of the chunk's tokens, which follow each other
       uint32_t end = n;
@@ -114,7 +116,8 @@ struct FinalSumRole {
   HEP_DEVICE void add_sum_of(uint32_t i, uint32_t j) {
     const RailGeometry& g = p.rail.geometry;
     const RailPeer& peer = p.rail.peers[i];
-    const uint32_t chunk = j / g.chunk_tokens, n = chunk_size(p.plan.node_count[peer.node], chunk, g.chunk_tokens);
+    const uint32_t chunk = j / g.chunk_tokens,
+                   n = ChunkCut{p.plan.node_count[peer.node], g.chunk_tokens}.chunk(chunk).number;
     RailReceiver::wait(a, net, g, peer, chunk);
     const unsigned char* row =
         RailReceiver::slot(g, peer, chunk) + uint64_t(j % g.chunk_tokens) * p.partial.row_bytes();

@@ -2,6 +2,7 @@
 // on each rank, and every chunk arrives once and whole; one of another call is taken by nobody.
 #include "check.h"
 
+#include <algorithm>
 #include <memory>
 
 #include "arch/host/launch.h"
@@ -126,13 +127,15 @@ class RingWorld {
   void send(A& a, Net& net, uint32_t me, const std::vector<RailPeer>& peers, const std::vector<uint32_t>& tokens,
             uint64_t* taken, std::byte* smem) {
     const RailGeometry& g = geometry_[me];
+    const auto cut = [&](const auto& by_node, const RailPeer& p) {
+      return ChunkCut{by_node[size_t(p.node)], g.chunk_tokens};
+    };
     ChunkSweep<A>{a, taken, uint32_t(a.num_blocks()), reinterpret_cast<uint32_t*>(smem), uint32_t(peers.size())}.run(
-        Site::kRailSlotFree, g.chunk_tokens, [&](uint32_t s) { return tokens[size_t(peers[s].node)]; },
+        Site::kRailSlotFree, [&](uint32_t s, uint32_t chunk) { return cut(tokens, peers[s]).chunk(chunk); },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, g, peers[s], chunk); },
         [&](uint32_t s, uint32_t chunk) {
           auto* slot = reinterpret_cast<Vec16*>(RailSender::slot(net, g, peers[s], chunk));
-          const uint32_t first = chunk * g.chunk_tokens;
-          const uint32_t n = chunk_size(tokens[size_t(peers[s].node)], chunk, g.chunk_tokens);
+          const auto [first, n] = cut(tokens, peers[s]).chunk(chunk);
           for (uint32_t w = 0; w < n * kRowBytes / 16; ++w)
             a.st_global(slot + w,
                         word(me, uint32_t(peers[s].node), first + w / (kRowBytes / 16), w % (kRowBytes / 16)));
@@ -150,7 +153,7 @@ class RingWorld {
         RailReceiver::wait(a, net, g, p, chunk);
         CHECK(RailReceiver::test(a, net, g, p, chunk));
         const auto* slot = reinterpret_cast<const Vec16*>(RailReceiver::slot(g, p, chunk));
-        const uint32_t first = chunk * g.chunk_tokens, n = chunk_size(count, chunk, g.chunk_tokens);
+        const auto [first, n] = ChunkCut{count, g.chunk_tokens}.chunk(chunk);
         for (uint32_t w = 0; w < n * kRowBytes / 16; ++w) {
           const Vec16 got = a.ld_global(slot + w);
           const Vec16 want = word(from, me, first + w / (kRowBytes / 16), w % (kRowBytes / 16));
@@ -249,7 +252,8 @@ void add_dealing_test(const std::string& name) {
          programs[0].body = [&](A& a, std::byte* smem) {
            if (!a.elect_one()) return;
            ChunkSweep<A>{a, &taken, uint32_t(a.num_blocks()), reinterpret_cast<uint32_t*>(smem), 1}.run(
-               Site::kTestSite, 1, [](uint32_t) { return kChunks; }, [](uint32_t, uint32_t) { return true; },
+               Site::kTestSite, [](uint32_t, uint32_t chunk) { return ChunkCut{kChunks, 1}.chunk(chunk); },
+               [](uint32_t, uint32_t) { return true; },
                [&](uint32_t, uint32_t chunk) {
                  if (chunk == 0) a.wait_ge_sys(&served, kChunks - 1, {Site::kTestSite});
                  a.add_release_sys(&served, 1);
@@ -283,6 +287,30 @@ const bool registered = [] {
   add_call_test<PlainThreads<1>, LoopbackTransport>("threads, loopback");
   return true;
 }();
+
+TEST(every_token_is_in_one_chunk_and_the_last_that_blocks_take_are_short) {
+  for (const uint32_t size : {1u, 3u, 4u, 6u, 16u, 1u << 20})
+    for (const uint32_t blocks : {1u, 2u, 24u, 300u})
+      for (const uint32_t tokens : {0u, 1u, 15u, 16u, 17u, 100u, 4096u, 5000u, 4294967295u}) {
+        if (tokens / size > 100000) continue;
+        for (const ChunkCut cut : {ChunkCut{tokens, size}, ChunkCut::tapered(tokens, size, blocks)}) {
+          uint32_t next = 0, chunk = 0, short_tokens = 0;
+          for (;; ++chunk) {
+            const auto [begin, number] = cut.chunk(chunk);
+            if (!number) break;
+            CHECK_EQ(begin, next);
+            CHECK(number <= size);
+            if (size >= 4 && number <= size / 4) short_tokens += number;
+            next += number;
+          }
+          CHECK_EQ(next, tokens);
+          CHECK_EQ(cut.chunk(chunk + blocks).number, 0u);
+          if (cut.whole == ~0u || size < 4) continue;
+          const uint64_t round = uint64_t(blocks) * size;
+          CHECK(short_tokens >= std::min<uint64_t>(tokens, round) && short_tokens < round + size);
+        }
+      }
+}
 
 }  // namespace
 }  // namespace hep
