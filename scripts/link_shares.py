@@ -1,6 +1,6 @@
 """For what share of an exchange its link is busy, by the event engine: a JSON file and its tables.
 
-    python scripts/link_shares.py [--json docs/results/2026-11-26-link-shares.json] [--quick] [--shares]
+    python scripts/link_shares.py [--json docs/results/2026-11-26-link-shares.json] [--quick] [--shares [--tokens N]]
     python scripts/link_shares.py --from docs/results/2026-11-26-link-shares.json
 
 The three conditions of `hybrid-ep bench --preset hybrid-ep-blog`, every rank and every row of them. A share is the
@@ -8,8 +8,8 @@ time for which the busiest rank's port (of several nodes: NIC) is busy in an ope
 all ranks, with the time that nodes enter it apart, which is fitted (docs/performance_model.md); the same by the model,
 for this library's kernels and the published ones. Why the rest is missing is asked of the engine: for what the roles
 wait, and what the operations take when something is free (ABLATION_TOKENS tokens, or all). --from prints the tables of
-a file that is there. --shares: nothing is free. --quick: eight ranks and few tokens, for a test. The whole takes
-twenty minutes. Predictions: no GPU has run them."""
+a file that is there. --shares: nothing is free; --tokens: fewer or more of them. --quick: eight ranks and few tokens,
+for a test. The whole takes twenty minutes. Predictions: no GPU has run them."""
 
 from __future__ import annotations
 
@@ -245,13 +245,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--from", type=Path, metavar="FILE", dest="source", help="rows that were written before")
     parser.add_argument("--shares", action="store_true", help="shares and waits alone: nothing is free")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of a rank, for the condition's own; with --shares")
     parser.add_argument("--quick", action="store_true", help="eight ranks, few tokens")
     args = parser.parse_args(argv)
     if args.source and (args.json or args.quick or args.shares):
         parser.error("--from: the rows are there; leave --json, --shares and --quick out")
+    if args.tokens is not None and (args.tokens < 1 or not args.shares):
+        parser.error(f"--tokens {args.tokens}: give a number above 0, and --shares with it")
     if args.json and not args.json.resolve().parent.is_dir():
         parser.error(f"--json {args.json}: no such folder; create it first")
-    chosen = list(CONDITIONS.values())
+    chosen = [replace(c, tokens=args.tokens or c.tokens) for c in CONDITIONS.values()]
     if args.quick:
         chosen = [replace(chosen[0], tokens=64, hidden=1024)]
     found = json.loads(args.source.read_text(encoding="utf-8")) if args.source else []

@@ -15,7 +15,8 @@ from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import events
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGES = [DOCS / "results" / f"2026-11-{day}-link-shares.md" for day in (25, 26)]
+NAMES = ("2026-11-25-link-shares", "2026-11-26-link-shares", "2026-11-26-short-chunks")
+PAGES = [DOCS / "results" / f"{name}.md" for name in NAMES]
 PAGE = PAGES[-1]
 FOUND = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
 
@@ -87,3 +88,10 @@ def test_flags_that_cannot_be_are_refused(flags, capsys):
     with pytest.raises(SystemExit):
         link_shares.main(flags)
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--tokens", "64"], ["--shares", "--tokens", "0"]])
+def test_tokens_of_ones_own_are_for_shares(flags, capsys):
+    with pytest.raises(SystemExit):
+        link_shares.main(flags)
+    assert "--tokens" in capsys.readouterr().err
