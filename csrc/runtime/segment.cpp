@@ -32,18 +32,32 @@ std::string mib(uint64_t bytes) {
   throw std::system_error(errno, std::generic_category(), what + " shared memory '" + name + "'");
 }
 
+// std::bad_alloc with words: becomes Python's MemoryError.
+struct OutOfSharedMemory : std::bad_alloc {
+  std::string text;
+  explicit OutOfSharedMemory(std::string t) : text(std::move(t)) {}
+  const char* what() const noexcept override { return text.c_str(); }
+};
+
+[[noreturn]] void fail_to_map(size_t bytes, const std::string& name) {
+  if (errno == ENOMEM)
+    throw OutOfSharedMemory("a registered buffer of " + mib(bytes) +
+                            " is more memory than this machine gives: give it more");
+  fail("cannot map", name);
+}
+
 constexpr size_t kHugePage = 2u << 20;
 
 // Shared memory begins where a huge page would: every process that maps it can then use those that it lies in.
 unsigned char* map(int fd, size_t bytes, const std::string& name) {
   if (fd < 0) {
     void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) fail("cannot map", name);
+    if (p == MAP_FAILED) fail_to_map(bytes, name);
     return static_cast<unsigned char*>(p);
   }
   const size_t page = size_t(::sysconf(_SC_PAGESIZE)), room = bytes + kHugePage;
   void* reserved = ::mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (reserved == MAP_FAILED) fail("cannot map", name);
+  if (reserved == MAP_FAILED) fail_to_map(bytes, name);
   const auto begin = reinterpret_cast<uintptr_t>(reserved), at = (begin + kHugePage - 1) / kHugePage * kHugePage,
              end = at + (bytes + page - 1) / page * page;
   void* p = ::mmap(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
@@ -51,7 +65,7 @@ unsigned char* map(int fd, size_t bytes, const std::string& name) {
     const int why = errno;
     ::munmap(reserved, room);
     errno = why;
-    fail("cannot map", name);
+    fail_to_map(bytes, name);
   }
   if (at > begin) ::munmap(reserved, at - begin);
   if (begin + room > end) ::munmap(reinterpret_cast<void*>(end), begin + room - end);
@@ -72,13 +86,6 @@ void take_huge_pages(int fd, unsigned char* data, size_t bytes) {
     if (::posix_fallocate(fd, off_t(at), 1) != 0) return;
   (void)::madvise(data, bytes / kHugePage * kHugePage, kCollapse);
 }
-
-// std::bad_alloc with words: becomes Python's MemoryError.
-struct OutOfSharedMemory : std::bad_alloc {
-  std::string text;
-  explicit OutOfSharedMemory(std::string t) : text(std::move(t)) {}
-  const char* what() const noexcept override { return text.c_str(); }
-};
 
 }  // namespace
 

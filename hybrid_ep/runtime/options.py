@@ -208,7 +208,8 @@ class Options:
                 f", or lower spare_slots={self.spares.spare_slots}: by shapes, each has {one} bytes for an expert in "
                 f"{self.spares.dtype} and its gradients in fp32"
             )
-        said = ", or lower max_num_of_tokens_per_rank or capacity_factor"
+        by_lines = f", latency_tokens={self.latency_tokens}" if self.latency_tokens else ""
+        said = f", or lower max_num_of_tokens_per_rank{by_lines} or capacity_factor"
         if not arena_bytes:
             return said
         return (

@@ -262,6 +262,15 @@ def test_habits_a_full_dev_shm():
     assert all("does not fit into /dev/shm" in str(e) and "capacity_factor" in str(e) for e in errors), errors
 
 
+def test_habits_more_memory_than_any_machine_has():
+    """The argument that made it so large is named, and what fits is made."""
+    world = VirtualWorld(1, 2)
+    most = (1 << 31) - 1
+    with pytest.raises(MemoryError, match=rf"is more memory than this machine gives.* latency_tokens={most} or"):
+        world.buffers(1 << 16, 8, 2, timeout_s=30, latency_tokens=most)
+    world.run(lambda rank, group: round_trip(make(group)))
+
+
 # ---- what a process is born with
 PROGRAM = HERE / "habit_program.py"
 
