@@ -171,9 +171,9 @@ def test_lines_go_over_all_blocks(monkeypatch):
     """Those that would feed links and those for local work, for lines have no such parts. The other path keeps them."""
     ex, seen, launch_shape = Example(1, 1, 2, (7,), 2, 16, budget=32, seed=2), [], session._launch_shape
 
-    def noted(num_blocks, local_blocks, chunk_tokens):
+    def noted(num_blocks, local_blocks, *others):
         seen.append((num_blocks, local_blocks))
-        return launch_shape(num_blocks, local_blocks, chunk_tokens)
+        return launch_shape(num_blocks, local_blocks, *others)
 
     monkeypatch.setattr(session, "_launch_shape", noted)
     (buffer,) = VirtualWorld(1, 1).buffers(

@@ -234,7 +234,7 @@ def test_a_broken_trace_is_noticed(break_it, word):
     "ranks, local, num_sms, permute_sms, within",
     [
         (8, 8, 8, None, {"dispatch": 0.2, "combine": 0.2}),
-        (8, 8, 8, 32, {"dispatch": 0.15, "combine": 0.15}),
+        (8, 8, 8, 32, {"dispatch": 0.15, "combine": 0.2}),
         (8, 8, 24, None, {"dispatch": 0.15, "combine": 0.15}),
         (8, 8, 24, 0, {"dispatch": 0.3, "combine": 0.2}),
         (8, 4, 8, None, {"dispatch": 0.2, "combine": 0.3}),
