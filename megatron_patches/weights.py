@@ -218,9 +218,8 @@ class _Travelled(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, probs: torch.Tensor, *stacks: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         layer: LayerWeights = ctx.layer
-        prefetcher = layer.group.prefetcher
-        prefetcher.store.add_gradients(layer.number, [stacks[0::2], stacks[1::2]])
-        prefetcher.release(layer.number, backward=True)
+        layer.group.prefetcher.store.add_gradients(layer.number, [stacks[0::2], stacks[1::2]])
+        layer.group.release_again(layer.number)
         layer.group.has_gradients = True
         return None, None, rows, probs, *[None] * ctx.num_owners
 
@@ -235,7 +234,7 @@ class _FetchAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.layer.group.prefetcher.acquire(ctx.layer.number)
+        ctx.layer.group.fetch_again(ctx.layer.number)
         return None, gradient
 
 
@@ -247,6 +246,7 @@ class GroupWeights:
         self.layers: list[LayerWeights] = []
         self.has_gradients = False
         self._fresh = False  # what is published is what the owners hold
+        self._fetched_again: list[int] = []  # layers, for backwards that have not come to their end
         self._prefetcher: WeightPrefetcher | None = None
 
     def add(self, experts: GroupedExperts) -> LayerWeights:
@@ -330,9 +330,20 @@ class GroupWeights:
     def ready(self) -> WeightPrefetcher:
         """The prefetcher, when what the owners hold is published."""
         if not self._fresh:
+            while self._fetched_again:  # of a backward that an error ended half-way: nobody reads them any more
+                self.release_again(self._fetched_again[-1])
             self.prefetcher.publish([[owner.detach() for owner in layer.owners] for layer in self.travelling])
             self._fresh = True
         return self.prefetcher
+
+    def fetch_again(self, number: int) -> None:
+        """A layer's weights, for its backward."""
+        self.prefetcher.acquire(number)
+        self._fetched_again.append(number)
+
+    def release_again(self, number: int) -> None:
+        self._fetched_again.remove(number)
+        self.prefetcher.release(number, backward=True)
 
     def bring_home(self) -> None:
         """Add what all ranks have for the experts at home here to main_grad, or to grad where there is none. Once a

@@ -49,6 +49,12 @@ def test_evaluation_alone_registers_no_memory_for_gradients():
 
 
 @pytest.mark.version_free
+def test_a_backward_that_ends_half_way_keeps_no_buffer():
+    for (last, before), equals in run("stopped_backward", 2, 2):
+        assert before < last and equals
+
+
+@pytest.mark.version_free
 def test_flags_put_the_parts_in_place_and_revert_takes_them_out():
     ((patched, undone),) = run("by_flags", 1)
     assert patched == ["weights: MoELayer.__init__", "weights: DistributedDataParallel.finish_grad_sync"] and undone

@@ -179,6 +179,36 @@ def evaluation_alone(ep):
     return before, after
 
 
+def stopped_backward(ep):
+    """A backward that an error ends half-way keeps no buffer: weights change after it, and are read as ever."""
+    groups = initialize(ep)
+    megatron_patches.apply(**ASKED)
+    layers = Layers(groups, ep)
+    hidden, maps, probs = batch(1, groups.ep.rank())
+    hidden.requires_grad_()
+    (backward, calls) = weights._Travelled.backward, []
+
+    def stops(ctx, *gradients):
+        calls.append(ctx.layer.number)
+        if len(calls) == 2:
+            raise ZeroDivisionError("a backward ends here")
+        return backward(ctx, *gradients)
+
+    first = layers.forward(hidden, maps, probs)
+    weights._Travelled.backward = staticmethod(stops)
+    with pytest.raises(ZeroDivisionError):
+        first.sum().backward()
+    weights._Travelled.backward = staticmethod(backward)
+    weights.changed()
+    for _ in range(2):
+        again = layers.forward(hidden, maps, probs)
+        again.sum().backward()
+        weights.bring_home()
+    equals = torch.equal(again, first)
+    megatron_patches.revert()
+    return calls, equals
+
+
 def by_flags():
     """What the flags put in place, once they are parsed, and what is left when all is undone."""
     from megatron.core.distributed import DistributedDataParallel
