@@ -273,7 +273,7 @@ class MicrobatchPlanner:
             given = inputs.integers("owner", given, (experts,), 0, ranks - 1, remedy, np.int32)
         if given.shape != (experts,):
             raise ValueError(f"owner has shape {given.shape}: give the rank of each of the {experts} experts")
-        self._owner = given
+        self._owner = given.copy()
 
     def plan(self, counts: Any) -> MicrobatchPlan:
         """counts: integers [R, E], numpy or CPU tensor. Returns the plan; raises ValueError for a bad count."""
@@ -305,9 +305,9 @@ class MicrobatchPlanner:
             and counts.shape == shape
             and counts.flags.c_contiguous
         ):
-            return counts
+            return counts.copy()  # a plan keeps them, and callers count the next micro-batch into the same memory
         names = "[layers, ranks, experts]" if len(shape) == 3 else "[ranks, experts]"
-        return inputs.integers("counts", counts, shape, 0, MAX_TOKENS - 1, f"tokens {names}")
+        return inputs.integers("counts", counts, shape, 0, MAX_TOKENS - 1, f"tokens {names}").copy()
 
     def _made(
         self, expert: np.ndarray, tokens: np.ndarray, target: int, counts: np.ndarray, part: RankPart | None = None

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -305,3 +306,23 @@ def test_bad_counts_are_named(counts):
         balance.plan_microbatch(counts)
     with pytest.raises(ValueError, match="owner"):
         default_owner(10, 4)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, lambda a: torch.from_numpy(a).int(), np.ndarray.tolist])
+def test_a_plan_is_of_the_counts_that_it_was_given(make):
+    """Whoever counts the next micro-batch into the same memory does not change it; nor does who moves owners there."""
+    counts, owner = np.random.default_rng(3).integers(0, 200, (4, 16)), np.arange(16, dtype=np.int32) // 4
+    planner, kept = balance.MicrobatchPlanner(4, 16, owner, spare_slots=1), (counts.copy(), owner.copy())
+    reused = make(counts)
+    plans = [
+        planner.plan(reused),
+        *planner.plan_layers(make(counts[None])),
+        planner.plan_of_rank(reused, 1, [e + e // 4 for e in range(16)]),
+    ]
+    shares = [plan.tokens_of_ranks() for plan in plans]
+    counts[:], owner[:] = 7, 0
+    if isinstance(reused, torch.Tensor):
+        reused.fill_(9)
+    for plan, before in zip(plans, shares, strict=True):
+        assert np.array_equal(plan.counts, kept[0]) and np.array_equal(plan.owner, kept[1])
+        assert np.array_equal(plan.tokens_of_ranks(), before)
