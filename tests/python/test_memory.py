@@ -103,6 +103,6 @@ def test_shared_memory_lies_where_huge_pages_would(num_bytes, record_property):
 
 def test_shared_memory_that_cannot_be_mapped_leaves_no_name():
     name = f"hybrid_ep.unmapped.{os.getpid()}"
-    with pytest.raises((RuntimeError, MemoryError), match="map|fit"):
+    with pytest.raises(MemoryError, match="is more memory than this machine gives|does not fit"):
         _core.Segment.create("/" + name, 1 << 47)  # all addresses of a process
     assert not os.path.exists("/dev/shm/" + name)
