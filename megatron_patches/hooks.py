@@ -225,11 +225,13 @@ def _check_router() -> str | None:
 
 
 def _check_gradients() -> str | None:
-    """What weights.py stands on: the one place where DDP reduces gradients behind the last backward of a step."""
+    """What weights.py stands on: the one place where DDP reduces gradients behind the last backward of a step, and the
+    one where it zeroes them."""
     module = importlib.import_module("megatron.core.distributed.distributed_data_parallel")
     cls = module.DistributedDataParallel
-    if _parameters(getattr(cls, "finish_grad_sync", lambda: None))[:1] != ("self",):
-        return "DistributedDataParallel has no method finish_grad_sync"
+    for name in ("finish_grad_sync", "zero_grad_buffer"):
+        if _parameters(getattr(cls, name, lambda: None))[:1] != ("self",):
+            return f"DistributedDataParallel has no method {name}"
     if "finish_grad_sync" not in inspect.getsource(
         importlib.import_module("megatron.core.distributed.finalize_model_grads").finalize_model_grads
     ):

@@ -330,8 +330,7 @@ class GroupWeights:
     def ready(self) -> WeightPrefetcher:
         """The prefetcher, when what the owners hold is published."""
         if not self._fresh:
-            while self._fetched_again:  # of a backward that an error ended half-way: nobody reads them any more
-                self.release_again(self._fetched_again[-1])
+            self._let_go()
             self.prefetcher.publish([[owner.detach() for owner in layer.owners] for layer in self.travelling])
             self._fresh = True
         return self.prefetcher
@@ -342,8 +341,22 @@ class GroupWeights:
         self._fetched_again.append(number)
 
     def release_again(self, number: int) -> None:
+        """When that backward is through with them."""
         self._fetched_again.remove(number)
         self.prefetcher.release(number, backward=True)
+
+    def _let_go(self) -> None:
+        """Of layers whose backward an error ended half-way: nobody reads them any more."""
+        while self._fetched_again:
+            self.release_again(self._fetched_again[-1])
+
+    def drop_gradients(self) -> None:
+        """Forget what backwards have brought since gradients last went home, on every rank; nothing without any."""
+        if self._prefetcher is None:
+            return
+        self._let_go()
+        self._prefetcher.store.drop_gradients()
+        self.has_gradients = False
 
     def bring_home(self) -> None:
         """Add what all ranks have for the experts at home here to main_grad, or to grad where there is none. Once a
@@ -404,6 +417,14 @@ def bring_home() -> None:
         group.bring_home()
 
 
+def drop_gradients() -> None:
+    """What `zero_grad_buffer` of Megatron's DDP does here, for training without it: call it on every rank where the
+    gradients of a step are thrown away, after a backward that raised, say. Without it they would go home with those of
+    the next step."""
+    for group in live():
+        group.drop_gradients()
+
+
 def changed() -> None:
     """Call it on every rank after weights have changed other than by an optimizer behind `bring_home` or by loading."""
     for group in live():
@@ -450,11 +471,23 @@ def gradient_wrapper(original: Callable[..., None]) -> Callable[..., None]:
     return finish_grad_sync
 
 
+def zero_wrapper(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for DistributedDataParallel.zero_grad_buffer: gradients that have not gone home are zeroed too."""
+
+    @functools.wraps(original)
+    def zero_grad_buffer(self: Any, *args: Any, **keywords: Any) -> None:
+        drop_gradients()
+        original(self, *args, **keywords)
+
+    return zero_grad_buffer
+
+
 def install(replace: Replace) -> None:
-    """Put both in place through `replace(owner, name, value)`, which remembers how to undo it."""
+    """Put all in place through `replace(owner, name, value)`, which remembers how to undo it."""
     from megatron_patches import hooks
 
     layer = importlib.import_module(f"{hooks.MOE}.moe_layer").MoELayer
     replace(layer, "__init__", layer_init(layer.__init__))
     ddp = importlib.import_module("megatron.core.distributed").DistributedDataParallel
     replace(ddp, "finish_grad_sync", gradient_wrapper(ddp.finish_grad_sync))
+    replace(ddp, "zero_grad_buffer", zero_wrapper(ddp.zero_grad_buffer))

@@ -35,8 +35,9 @@ struct ChunkCut {
   uint32_t tokens, of_chunk;
   uint32_t whole = ~0u;  // chunks before those of a quarter of the tokens
 
-  // What all blocks take at a time is much to bring at once to ranks that could have begun with it. So the last of it
-  // are short chunks, where nobody's credits count them: of a stream that stays in the node.
+  // What all blocks take at a time is much to bring at once to those who could have begun with it, and with few tokens
+  // some blocks have no chunk. So the last of it are short chunks. Not for a stream whose chunks travel on the rail:
+  // credits count those.
   HEP_DEVICE static ChunkCut tapered(uint32_t tokens, uint32_t of_chunk, uint32_t blocks) {
     const uint32_t chunks = tokens / of_chunk;
     return {tokens, of_chunk, chunks > blocks ? chunks - blocks : 0};

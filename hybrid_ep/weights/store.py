@@ -232,6 +232,11 @@ class ExpertStore:
         self._outbox_marks.add()
         self._touched.add(layer)
 
+    def drop_gradients(self) -> None:
+        """Forget what `add_gradients` has added since the last `bring_home`, of a step that was given up. Every rank
+        calls it, or none; it waits for nobody."""
+        self._touched.clear()
+
     def _check_gradients(self, layer: int, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
         lay, others = self.layout, self.layout.num_experts - self.layout.own(self.rank)
         if not 0 <= layer < lay.num_layers:

@@ -180,33 +180,51 @@ def evaluation_alone(ep):
 
 
 def stopped_backward(ep):
-    """A backward that an error ends half-way keeps no buffer: weights change after it, and are read as ever."""
+    """A backward that an error ends half-way keeps no buffer: weights change after it, and are read as ever. What it
+    has brought counts until it is dropped: (layers that it came to, gradients of the next step equal to those of a
+    clean one, the same where they were dropped, and where DDP zeroed them)."""
     groups = initialize(ep)
     megatron_patches.apply(**ASKED)
     layers = Layers(groups, ep)
     hidden, maps, probs = batch(1, groups.ep.rank())
     hidden.requires_grad_()
-    (backward, calls) = weights._Travelled.backward, []
+    backward = weights._Travelled.backward
 
-    def stops(ctx, *gradients):
-        calls.append(ctx.layer.number)
-        if len(calls) == 2:
-            raise ZeroDivisionError("a backward ends here")
-        return backward(ctx, *gradients)
-
-    first = layers.forward(hidden, maps, probs)
-    weights._Travelled.backward = staticmethod(stops)
-    with pytest.raises(ZeroDivisionError):
-        first.sum().backward()
-    weights._Travelled.backward = staticmethod(backward)
-    weights.changed()
-    for _ in range(2):
-        again = layers.forward(hidden, maps, probs)
-        again.sum().backward()
+    def step():
+        for parameter in layers.parameters():
+            parameter.grad = None
+        layers.forward(hidden, maps, probs).sum().backward()
         weights.bring_home()
-    equals = torch.equal(again, first)
+        return [parameter.grad.clone() for parameter in layers.parameters()]
+
+    def stop():
+        """The layers that the backward came to, whose second raises."""
+        calls = []
+
+        def stops(ctx, *gradients):
+            calls.append(ctx.layer.number)
+            if len(calls) == 2:
+                raise ZeroDivisionError("a backward ends here")
+            return backward(ctx, *gradients)
+
+        weights._Travelled.backward = staticmethod(stops)
+        with pytest.raises(ZeroDivisionError):
+            layers.forward(hidden, maps, probs).sum().backward()
+        weights._Travelled.backward = staticmethod(backward)
+        return calls
+
+    clean = step()
+    calls = stop()
+    weights.changed()  # what is published next needs all buffers
+    kept = equal(step(), clean)
+    stop()
+    weights.drop_gradients()
+    dropped = equal(step(), clean)
+    stop()
+    weights.zero_wrapper(lambda ddp: None)(None)
+    by_ddp = equal(step(), clean)
     megatron_patches.revert()
-    return calls, equals
+    return calls, kept, dropped, by_ddp
 
 
 def by_flags():
