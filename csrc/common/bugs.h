@@ -41,6 +41,7 @@
   BUG(kEveryRoleDone, "every role announces done, not the last one") \
   BUG(kOneEpoch, "all operations have the same epoch") \
   BUG(kChunkBehindLast, "a block serves the chunk behind its last, whoever has taken it") \
+  BUG(kShortChunkSkipped, "nobody serves the first of the short chunks at a stream's end") \
   BUG(kRecordsNotKept, "records of rail tokens are not kept for the way back") \
   BUG(kSendSlotsFromOperationStart, "send slots are counted from the operation's start") \
   BUG(kHeldStageBackWhileStoring, "a held stage is given back while stores still read it") \

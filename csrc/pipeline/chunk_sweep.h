@@ -44,8 +44,9 @@ struct ChunkCut {
   }
   HEP_DEVICE ChunkTokens chunk(uint32_t i) const {
     const bool in_full = i < whole;
-    const uint32_t most = in_full || of_chunk < 4 ? of_chunk : of_chunk / 4;
-    const uint64_t begin = in_full ? uint64_t(i) * of_chunk : uint64_t(whole) * of_chunk + uint64_t(i - whole) * most;
+    const uint32_t most = in_full ? of_chunk : (of_chunk + 3) / 4;
+    const uint32_t in_part = in_full ? i : i - whole + injected(Bug::kShortChunkSkipped);
+    const uint64_t begin = uint64_t(in_full ? 0 : whole) * of_chunk + uint64_t(in_part) * most;
     if (begin >= tokens) return {tokens, 0};
     const uint32_t left = tokens - uint32_t(begin);
     return {uint32_t(begin), left < most ? left : most};

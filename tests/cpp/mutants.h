@@ -50,6 +50,7 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kCreditBeforeWeights,
     Bug::kOneEpoch,
     Bug::kChunkBehindLast,
+    Bug::kShortChunkSkipped,
     Bug::kRecordsNotKept,
     Bug::kPairsCountedUnordered,
     Bug::kTakenNotReset,
