@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
-from megatron_patches import balance_experts, balance_kernels, balance_push, buffers, recompute, settings
+from megatron_patches import balance_experts, balance_kernels, balance_push, buffers, graphs, recompute, settings
 from megatron_patches.manager import HybridEPManager
 from megatron_patches.static_rows import StaticRows, filled
 
@@ -50,8 +50,6 @@ UNSUPPORTED = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
-    "cuda_graph_impl": "--cuda-graph-impl",
-    "enable_cuda_graph": "--enable-cuda-graph",
 }
 # The same, of Transformer Engine's grouped experts; where ours take their place the flag has no effect.
 UNSUPPORTED_EXPERTS = {"moe_grouped_gemm": "--moe-grouped-gemm without --hybrid-ep-grouped-gemm"}
@@ -71,6 +69,8 @@ def check_supported(
     if not grouped:
         refused |= UNSUPPORTED_EXPERTS | (UNSUPPORTED_BY_CLONES if clones else {})
     found = [flag for name, flag in refused.items() if getattr(config, name, None) not in (None, False, "none")]
+    graph = graphs.with_dispatch(config)
+    found += [] if graph is None else [graph]
     if tp_size > 1:
         found.append("--expert-tensor-parallel-size above 1")
     if found:

@@ -23,7 +23,7 @@ import torch
 from hybrid_ep import env
 from hybrid_ep.balance.collector import LoadCollector
 from hybrid_ep.balance.statistics import parse_range
-from megatron_patches import settings
+from megatron_patches import graphs, settings
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -99,10 +99,9 @@ def _count(layer: MoELayer, asked: tuple[str, int, int]) -> None:
     """Hook the layer's router. Counted in training and where gradients are recorded: once, also with recomputation."""
     global _collector
     config = layer.config
-    graphs = getattr(config, "cuda_graph_impl", "none") not in (None, "none")
-    if graphs or getattr(config, "enable_cuda_graph", False):
-        flag = "--cuda-graph-impl" if graphs else "--enable-cuda-graph"
-        raise ValueError(f"--hybrid-ep-load-stats does not work with {flag}: a replayed graph runs no hook; drop one")
+    graph = graphs.with_router(config)
+    if graph is not None:
+        raise ValueError(f"--hybrid-ep-load-stats does not work with {graph}: a replayed graph runs no hook; drop one")
     if _collector is None:
         _collector = LoadCollector(*asked, topk=config.moe_router_topk)
         atexit.register(_collector.close, "the run ended")

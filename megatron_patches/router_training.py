@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_ep.moe import RouterGuard, check_gates, routing_statistics, tie_break
-from megatron_patches import hooks, router_guard, settings
+from megatron_patches import graphs, hooks, router_guard, settings
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
@@ -114,7 +114,7 @@ def router_init(original: Callable[..., None]) -> Callable[..., None]:
         wanted = settings.current().router
         if not wanted.watches:
             return
-        _check_supported(self)
+        _check_supported(self, wanted)
         self.router_replay = TopK(self, wanted)
         if wanted.guard != "off":
             # With the tie-break gates may be equal, for training to part them; NaN and Inf stay what they are.
@@ -136,8 +136,13 @@ def _gate_checker(mode: str, distinct: bool) -> Callable[[TopKRouter], None]:
     return check
 
 
-def _check_supported(router: TopKRouter) -> None:
-    config = router.config
+def _check_supported(router: TopKRouter, wanted: Router) -> None:
+    config, graph = router.config, graphs.with_router(router.config)
+    if wanted.guard != "off" and graph is not None:
+        raise ValueError(
+            f"--hybrid-ep-router-guard {wanted.guard} does not work with {graph}: a replayed graph counts no choices; "
+            "drop one"
+        )
     found = [
         flag
         for flag, on in (

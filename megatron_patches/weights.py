@@ -26,7 +26,7 @@ from hybrid_ep import env
 from hybrid_ep.runtime import devices
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
 from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
-from megatron_patches import settings, weights_choice
+from megatron_patches import graphs, settings, weights_choice
 from megatron_patches.experts import GroupedExperts
 from megatron_patches.manager import HybridEPManager
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 UNSUPPORTED = {
     "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-    "cuda_graph_impl": "--cuda-graph-impl",
-    "enable_cuda_graph": "--enable-cuda-graph",
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
 }
@@ -51,6 +49,8 @@ UNSUPPORTED = {
 def check_supported(config: TransformerConfig, tp_size: int, num_ranks: int, wanted: settings.Weights) -> None:
     """ValueError that names every flag which does not work with weights that travel."""
     found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None) not in (None, False, "none")]
+    graph = graphs.with_dispatch(config)
+    found += [] if graph is None else [graph]
     if tp_size > 1:
         found.append("--expert-tensor-parallel-size above 1")
     if found:

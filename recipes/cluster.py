@@ -129,6 +129,9 @@ class ClusterRun:
     """Steps from one garbage collection of Python's, which all ranks make together, to the next; 0: as Python likes."""
     expandable_segments: bool = True
     """PyTorch's allocator maps memory as it grows, in place of fragments of fixed size."""
+    cuda_graphs: str = "none"
+    """What of a layer Transformer Engine replays as a CUDA graph: none, attn, or router: attention, router and shared
+    experts, up to dispatch."""
     published_weights: bool = False
     """Training goes on from the published weights, whose rotary positions are scaled; from scratch they are not."""
     overlap: bool = False
@@ -189,6 +192,7 @@ class ClusterRun:
             ("balance_push", BALANCE_PUSHES),
             ("fp8_params", AUTO),
             ("fusions", AUTO),
+            ("cuda_graphs", ("none", "attn", "router")),
         ):
             _require(getattr(self, name) in known, name, getattr(self, name), f"use one of {', '.join(known)}")
         _require(0 <= self.memory_reserve < 1, "memory_reserve", self.memory_reserve, "must lie in [0, 1)")
@@ -287,6 +291,12 @@ class ClusterRun:
 
     def _check_recompute(self) -> None:
         model = self.architecture
+        _require(
+            self.cuda_graphs == "none" or not {"full", "moe"} & {self.recompute, *self.recompute_modules},
+            "recompute",
+            self.recompute,
+            f"layers that are run again cannot be replayed with cuda_graphs={self.cuda_graphs!r}; use selective",
+        )
         lacking = {
             "mla_up_proj": not model.mla and "it has no latent attention",
             "mlp": not model.num_dense_layers and "all its layers have experts",

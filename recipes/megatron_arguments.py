@@ -35,6 +35,8 @@ def environment(run: ClusterRun) -> dict[str, str]:
     not queue behind one another. Blackwell needs neither; Megatron-FSDP refuses 1.
     """
     found = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if run.expandable_segments else {}
+    if run.expandable_segments and run.cuda_graphs != "none":
+        found["NCCL_GRAPH_REGISTER"] = "0"  # NCCL would register memory that such segments move
     if not run.hardware.hopper or run.sharding == "megatron_fsdp":
         return found
     if run.overlap:
@@ -219,6 +221,9 @@ def _training(run: ClusterRun) -> Arguments:
         out += _flags(use_precision_aware_optimizer=True, exp_avg_dtype=run.moments, exp_avg_sq_dtype=run.moments)
     if run.fused:
         out += _flags(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
+    if run.cuda_graphs != "none":  # "scope": its name in all supported releases; 0.19 calls it modules as well
+        parts = ["attn", *(["moe_router", "moe_preprocess"] if run.cuda_graphs == "router" else [])]
+        out += _flags(cuda_graph_impl="transformer_engine", cuda_graph_scope=parts, te_rng_tracker=True)
     return out + (_flags(manual_gc=True, manual_gc_interval=run.gc_interval) if run.gc_interval else [])
 
 

@@ -19,7 +19,7 @@ import os, sys, types
 from recipes import CLUSTER_RECIPES
 from recipes.cluster import HARDWARE
 from recipes.megatron_arguments import environment, megatron_arguments
-from megatron_patches import cpu, flags, parts, settings
+from megatron_patches import cpu, flags, graphs, parts, settings
 cpu.install()
 import torch
 from megatron_patches.balance import check_supported as check_balance
@@ -55,6 +55,11 @@ for mode in ("exact", "slow", "both"):
                                       "gated_linear_unit": True})
     check_balance(config, 1, mode, now.balance.clones, now.experts.grouped)
     check_experts(config)
+for mode in ("off", "exact"):
+    graphed = small.derive(cuda_graphs="router", balance=mode, precision="bf16", overlap=False)
+    args = check("graphs " + mode, graphed)
+    assert graphs.with_dispatch(types.SimpleNamespace(**vars(args))) is None
+    assert "moe_router" in graphs.with_router(types.SimpleNamespace(**vars(args)))
 check("fsdp", small.derive(sharding="megatron_fsdp"))
 try:
     check("unknown", small, "--no-such-flag")
@@ -74,6 +79,6 @@ def test_megatron_accepts_every_variant_and_no_flag_that_it_does_not_know():
         check=False,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    balances_and_fsdp = 4
-    assert done.stdout.count("ACCEPTED") == len(CLUSTER_RECIPES) * len(HARDWARE) + balances_and_fsdp
+    balances_graphs_and_fsdp = 6
+    assert done.stdout.count("ACCEPTED") == len(CLUSTER_RECIPES) * len(HARDWARE) + balances_graphs_and_fsdp
     assert "REFUSED 2" in done.stdout and "--no-such-flag" in done.stderr

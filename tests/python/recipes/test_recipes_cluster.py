@@ -262,6 +262,21 @@ def test_memory_and_speed_options_are_on_where_they_fit():
     assert "--moe-router-fusion" not in flags_of(**BALANCED) and "--fp8-param-gather" not in flags_of(**BALANCED)
 
 
+def test_layers_graphed_up_to_dispatch_are_asked_for_by_name():
+    flags = flags_of(cuda_graphs="router")
+    at = flags.index("--cuda-graph-scope")
+    assert flags[at + 1 : at + 5] == ["attn", "moe_router", "moe_preprocess", "--te-rng-tracker"]
+    assert value(flags, "--cuda-graph-impl") == "transformer_engine" and "--cuda-graph-impl" not in flags_of()
+    run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72").derive(cuda_graphs="attn")
+    assert megatron_arguments.environment(run)["NCCL_GRAPH_REGISTER"] == "0"
+    assert "NCCL_GRAPH_REGISTER" not in megatron_arguments.environment(run.derive(expandable_segments=False))
+    for recompute in ("full", "layernorm,moe"):
+        with pytest.raises(ValueError, match=r"recompute.*cuda_graphs='attn'"):
+            run.derive(recompute=recompute, overlap=False)
+    with pytest.raises(ValueError, match="cuda_graphs.*none, attn, router"):
+        run.derive(cuda_graphs="moe")
+
+
 def test_bytes_of_moments_and_of_weights_in_8_bits_are_counted():
     run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
     need, plain = memory.per_gpu(run), memory.per_gpu(run.derive(moments="fp32", fp8_params="no"))
