@@ -60,21 +60,47 @@ UNSUPPORTED_BY_CLONES = {
 
 
 def check_supported(
-    config: TransformerConfig, tp_size: int, mode: str, clones: bool = True, grouped: bool = False
+    config: TransformerConfig,
+    tp_size: int,
+    mode: str,
+    clones: bool = True,
+    grouped: bool = False,
+    asks_no_host: bool = False,
 ) -> None:
     """ValueError that names every flag which this mode of balancing does not work with.
 
-    clones: hot experts are cloned. grouped: experts are those of --hybrid-ep-grouped-gemm."""
+    clones: hot experts are cloned. grouped: experts are those of --hybrid-ep-grouped-gemm. asks_no_host: see
+    `asks_no_host`."""
     refused = dict(UNSUPPORTED)
     if not grouped:
         refused |= UNSUPPORTED_EXPERTS | (UNSUPPORTED_BY_CLONES if clones else {})
     found = [flag for name, flag in refused.items() if getattr(config, name, None) not in (None, False, "none")]
     graph = graphs.with_dispatch(config)
-    found += [] if graph is None else [graph]
+    if graph is not None and not (asks_no_host and graphs.of_iterations(config)):
+        found.append(f"{graph}, and in a graph of whole iterations exact does with {_NO_HOST}")
     if tp_size > 1:
         found.append("--expert-tensor-parallel-size above 1")
     if found:
         raise ValueError(f"--hybrid-ep-balance {mode} does not work with {', '.join(found)}: drop them, or balance off")
+
+
+_NO_HOST = (
+    "--hybrid-ep-static-rows drop, --hybrid-ep-grouped-gemm of backend triton or auto and --hybrid-ep-balance-push "
+    "kernels or auto"
+)
+
+
+def asks_no_host(wanted: settings.Settings) -> bool:
+    """Whether a layer so balanced asks nothing of the host, forward and backward: on a GPU a graph may hold it. Experts
+    that move between steps change what is captured."""
+    balance, experts = wanted.balance, wanted.experts
+    return (
+        balance.mode == "exact"
+        and balance.static_rows == "drop"
+        and balance.push != "torch"
+        and experts.grouped
+        and experts.backend in ("auto", "triton")
+    )
 
 
 class SlowManager(HybridEPManager):
@@ -95,7 +121,8 @@ class SlowManager(HybridEPManager):
     ) -> None:
         wanted = settings.current()
         tp_size = num_experts // config.num_moe_experts
-        check_supported(config, tp_size, wanted.balance.mode, wanted.balance.clones, wanted.experts.grouped)
+        how = wanted.balance.clones, wanted.experts.grouped, asks_no_host(wanted)
+        check_supported(config, tp_size, wanted.balance.mode, *how)
         self.owners = Owners(num_experts, group.size())
         self._experts: SequentialMLP | GroupedExperts | None = None
         self._weights: SequentialWeights | StackedWeights | None = None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hybrid_ep import env
 from hybrid_ep.runtime import nvshmem
 from hybrid_ep.runtime.spares import why_not
+from megatron_patches import graphs
 from megatron_patches.balance_push import CloneExperts, Pushed, fp32_main_grad, left_for_autograd
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ def clone_experts(manager: ExactManager) -> CloneExperts:
     if wanted == "kernels" and why is not None:
         raise ValueError(f"--hybrid-ep-balance-push kernels: {why}; give torch or auto")
     chosen, reason = ("torch", why) if wanted == "auto" and why is not None else (wanted, None)
+    if chosen == "torch" and graphs.of_iterations(manager.config):
+        raise ValueError(
+            f"a CUDA graph of whole iterations holds clones that kernels push, and here they cannot: {why}; give "
+            "another --cuda-graph-impl, or balance off"
+        )
     if reason is not None:
         say(manager.group, f"weights of clones are pushed by torch.distributed, not by kernels: {reason}")
     return CloneExperts(manager) if chosen == "torch" else KernelCloneExperts(manager)
@@ -151,6 +157,11 @@ class KernelCloneExperts(CloneExperts):
         self.spares.collect(work.slot_expert, targets, self.manager.owners)
         if not left:
             return [None] * len(weights.owners)
+        if self.stacks[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "clones' gradients of parameters without main_grad in fp32 are given to autograd by a plan that the "
+                "host reads, which a CUDA graph cannot: give --accumulate-allreduce-grads-in-fp32"
+            )
         cloned = self._cloned(work.plan)
         return [left_for_autograd(owner, made[owner] if owner in cloned else None) for owner in weights.owners]
 

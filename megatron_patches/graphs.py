@@ -27,15 +27,26 @@ def with_dispatch(config: Any) -> str | None:
     return _beyond(config, _BEFORE_DISPATCH)
 
 
-def _beyond(config: Any, allowed: set[str]) -> str | None:
+def of_iterations(config: Any) -> bool:
+    """Whether one graph holds the forward and the backward of all layers and micro-batches of a step."""
+    impl, _, modules = _given(config)
+    return impl == "full_iteration" or (impl == "local" and "full_iteration" in modules)
+
+
+def _given(config: Any) -> tuple[str, str, set[str]]:
+    """(what captures, how its modules' flag ends, the modules)."""
     impl = getattr(config, "cuda_graph_impl", None) or "none"
     if impl == "none":
         for name, old in (("enable_cuda_graph", "local"), ("external_cuda_graph", "transformer_engine")):
             impl = old if getattr(config, name, False) else impl
+    flag = "modules" if hasattr(config, "cuda_graph_modules") else "scope"
+    return impl, flag, _names(getattr(config, f"cuda_graph_{flag}", None))
+
+
+def _beyond(config: Any, allowed: set[str]) -> str | None:
+    impl, flag, modules = _given(config)
     if impl == "none":
         return None
-    flag = "modules" if hasattr(config, "cuda_graph_modules") else "scope"
-    modules = _names(getattr(config, f"cuda_graph_{flag}", None))
     whole = {"attn"} if impl == "local" else set()  # Megatron's own graph of attn is the whole layer, in a GPT
     if impl != "full_iteration" and modules and modules <= allowed - whole:
         return None

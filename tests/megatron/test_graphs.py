@@ -95,3 +95,24 @@ def test_what_looks_at_routing_is_refused_with_a_graphed_router(tmp_path):
     for one, flag in zip(said, ("--hybrid-ep-load-stats", "--hybrid-ep-router-guard warn"), strict=True):
         assert one.startswith(f"{flag} does not work with --cuda-graph-impl transformer_engine"), said
         assert "with --cuda-graph-modules attn moe_preprocess moe_router" in one, said
+
+
+def test_whole_iterations_are_for_what_asks_nothing_of_the_host():
+    plain, named, *refused = run("whole_iterations", 1)[0]
+    assert plain is named is None
+    for text in refused:
+        assert "--cuda-graph-impl full_iteration" in text and "--hybrid-ep-static-rows drop" in text, text
+
+
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, True),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, True),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full"}, False),
+        ({"enable_cuda_graph": True}, False),
+        ({}, False),
+    ],
+)
+def test_graphs_of_whole_iterations_are_known(given, whole):
+    assert graphs.of_iterations(SimpleNamespace(**given)) is whole

@@ -121,6 +121,7 @@ class OnMachine(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name = str(func)
         wanted = kwargs.get("device")
+        kwargs.pop("pin_memory", None)  # all host memory is the machine's
         if wanted is not None:
             kwargs["device"] = CPU
         operands = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]

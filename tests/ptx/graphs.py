@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _state = threading.local()
 _MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
@@ -34,6 +34,24 @@ def _written(func, args, kwargs) -> list[torch.Tensor]:
     return found
 
 
+def _shaped_like(func, args, kwargs):
+    """What an operation returns, but for the values."""
+
+    def described(x):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    def made(x):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+    args, kwargs = (tree_map_only(torch.Tensor, described, part) for part in (args, kwargs))
+    return tree_map_only(torch.Tensor, made, func(*args, **kwargs))
+
+
+def _results_in(func, written):
+    """What an operation returns that writes its arguments: these, or nothing."""
+    return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
+
+
 class Recording:
     """What one captured graph needs for as long as it lives. memory_stream: of its tensors, which is not captured."""
 
@@ -45,7 +63,10 @@ class Recording:
     def once(self, func, args, kwargs):
         written = _written(func, args, kwargs)
         before = [x.clone() for x in written]
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, IndexError):  # for its operands' values, which are there at a replay: a GPU looks then
+            out = _results_in(func, written) if written else _shaped_like(func, args, kwargs)
         for x, old in zip(written, before, strict=True):
             x.copy_(old)
         return out

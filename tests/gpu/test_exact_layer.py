@@ -1,0 +1,169 @@
+"""Megatron's layers with exact balancing and static rows, forward and backward captured as one CUDA graph: what replays
+with other tokens and other routing give is what the layers give of them without a graph.
+
+Manager, balancer and grouped experts are ours as in training; the router stands for itself as two tensors. On the PTX
+machine the grouped GEMM and the activation (Triton, on a GPU) are torch's operations on the machine's tensors."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from hybrid_ep.moe import activations, backends, padding, probing
+from hybrid_ep.testing import VirtualWorld
+from megatron_patches import balance, buffers, experts, settings
+
+H, F, L, T, K, NUM_LAYERS = 64, 32, 2, 40, 2, 2
+
+
+class OnTheMachine(backends.TritonBackend):
+    """What the Triton kernels do, by operations of torch's that leave counts on the device."""
+
+    @staticmethod
+    def mm(x, stacks, groups, out=None):
+        weights = torch.cat([*stacks, stacks[0].new_zeros(1, *stacks[0].shape[1:])])  # of rows behind all experts
+        expert = torch.bucketize(torch.arange(len(x), device=x.device, dtype=torch.int32), groups.ends, right=True)
+        made = (x[:, None] @ weights[expert])[:, 0]
+        return made if out is None else out.copy_(made)
+
+    @staticmethod
+    def wgrad(x, g, groups):
+        row = torch.arange(len(x), device=x.device, dtype=torch.int32)[:, None]
+        starts = torch.nn.functional.pad(groups.ends[:-1], (1, 0))
+        outs = [
+            x.masked_fill((row < start) | (row >= end), 0).t() @ g.masked_fill(row >= groups.ends[-1], 0)
+            for start, end in zip(starts.unbind(), groups.ends.unbind(), strict=True)
+        ]
+        return [torch.stack(part) for part in _split(outs, groups.sizes)]
+
+
+def _split(outs, sizes):
+    outs = iter(outs)
+    return [[next(outs) for _ in range(size)] for size in sizes]
+
+
+class Experts(experts.GroupedExperts):
+    """Megatron's way to make them needs its process groups."""
+
+    def __init__(self, group, config, number):
+        torch.nn.Module.__init__(self)
+        self.config, self.kind, self.num_local_experts = config, "swiglu", L
+        self.backend, self.ep_group = settings.current().experts.backend, group
+        random = torch.Generator().manual_seed(100 * number + group.rank())
+        for name, shape in (("weight1", (L, 2 * F, H)), ("weight2", (L, H, F))):
+            weight = torch.randn(shape, generator=random).mul_(0.2).bfloat16().cuda()
+            self.register_parameter(name, torch.nn.Parameter(weight))
+            getattr(self, name).main_grad = torch.zeros(shape, device="cuda")
+
+
+class Layers:
+    """MoE layers of a rank, one behind the other. They read maps bool [T, E] and probs fp32 [T, E], each its own, and
+    hidden and gradient bf16 [T, H]."""
+
+    def __init__(self, group):
+        num_experts = L * group.size()
+        config = SimpleNamespace(
+            num_moe_experts=num_experts,
+            moe_router_topk=K,
+            hidden_size=H,
+            params_dtype=torch.bfloat16,
+            cuda_graph_impl="full_iteration",
+            moe_expert_capacity_factor=None,
+            moe_pad_expert_input_to_capacity=False,
+            moe_apply_probs_on_input=False,
+            fp8=None,
+        )
+        self.managers, self.experts, self.maps, self.probs = [], [], [], []
+        for number in range(NUM_LAYERS):
+            self.managers.append(balance.ExactManager(group, L, num_experts, K, config))
+            self.experts.append(Experts(group, config, number))
+            self.managers[-1].attach(self.experts[-1])
+            self.maps.append(torch.zeros(T, num_experts, dtype=torch.bool, device="cuda"))
+            self.probs.append(torch.zeros(T, num_experts, device="cuda", requires_grad=True))
+        self.hidden = torch.zeros(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        self.gradient = torch.zeros(T, H, device="cuda", dtype=torch.bfloat16)
+
+    def put(self, seed: int) -> None:
+        """Another micro-batch. Of every second one experts of the first rank are hot."""
+        random = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for map_, probs in zip(self.maps, self.probs, strict=True):
+                scores = torch.rand(map_.shape, generator=random)
+                scores[:, :L] += 0.7 * (seed % 2)
+                chosen = torch.zeros(map_.shape, dtype=torch.bool).scatter_(1, scores.topk(K).indices, True)
+                map_.copy_(chosen)
+                probs.copy_(torch.rand(map_.shape, generator=random) * chosen)
+            for tensor in (self.hidden, self.gradient):
+                tensor.copy_(torch.randn(T, H, generator=random))
+
+    def step(self) -> dict[str, torch.Tensor]:
+        """Forward and backward; main gradients of experts are those of this step alone."""
+        parameters = {f"{n} {name}": p for n, e in enumerate(self.experts) for name, p in e.named_parameters()}
+        for parameter in parameters.values():
+            parameter.main_grad.zero_()
+        x, plans = self.hidden, []
+        for manager, expert, map_, probs in zip(self.managers, self.experts, self.maps, self.probs, strict=True):
+            manager.setup_metadata(map_, probs)
+            rows, row_probs = manager.get_permuted_hidden_states_by_experts(manager.dispatch(x))
+            outputs, _ = expert(rows, manager.get_number_of_tokens_per_expert(), row_probs)
+            x = x + manager.combine(outputs)
+            plans.append(manager.last_plan.clones.slot_expert)
+        mine = {"hidden": self.hidden, **{f"probs {n}": p for n, p in enumerate(self.probs)}, **parameters}
+        found = dict(zip(mine, torch.autograd.grad(x, list(mine.values()), self.gradient), strict=True))
+        found |= {f"{name}, of clones": p.main_grad.clone() for name, p in parameters.items()}
+        return {"out": x.detach(), "plans": torch.stack(plans), **found}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_replays_with_other_routing_give_what_the_layers_give_of_it(request, monkeypatch, num_ranks):
+    if request.config.getoption("--ptx-machine"):
+        monkeypatch.setitem(backends.BACKENDS, "triton", OnTheMachine())
+        monkeypatch.setattr(activations, "_fused", lambda h, prob: False)
+        monkeypatch.setattr(padding, "_kernels", lambda x: None)
+        monkeypatch.setattr(probing, "probe", lambda *_: probing.Probe("triton", "", "", "none", "", False))
+    monkeypatch.setenv("HYBRID_EP_EXECUTOR", "cuda")
+    monkeypatch.setattr(buffers, "num_nodes", lambda group, wanted: 1)
+    wanted = {"balance": "exact", "static_rows": "drop", "grouped_gemm": True, "ranks_per_node": num_ranks}
+    before = settings.configure(settings.Settings.of(**wanted))
+    world = VirtualWorld(1, num_ranks)
+    world.on_device()
+    meet, one_at_a_time = threading.Barrier(num_ranks), threading.Lock()
+    seeds = range(4)
+
+    def work(rank, group):
+        stream, layers, eager = world.streams[rank], Layers(group), []
+        for seed in (0, *seeds):  # the first makes room
+            layers.put(seed)
+            stream.synchronize()
+            meet.wait(60)
+            found = layers.step()
+            stream.synchronize()
+            eager.append({name: tensor.cpu() for name, tensor in found.items()})
+        meet.wait(60)
+        graph = torch.cuda.CUDAGraph()
+        with one_at_a_time, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            found = layers.step()
+        for seed in (*seeds, 0):
+            layers.put(seed)
+            stream.synchronize()
+            meet.wait(60)
+            graph.replay()
+            stream.synchronize()
+            for name, want in eager[1 + seed].items():
+                assert torch.equal(found[name].cpu(), want), (seed, name)
+            meet.wait(60)
+        counted = [manager.static.micro_batches for manager in layers.managers]
+        assert counted == [2 * len(seeds) + 2] * NUM_LAYERS, "replays are counted, too"
+        return [one["plans"].tolist() for one in eager[1:]]
+
+    try:
+        plans = world.run(work)
+    finally:
+        settings.configure(before)
+        buffers.release()
+    assert len({str(plan) for plan in plans[0]}) > len(seeds) // 2, "replays had the capture's plan to go by"
