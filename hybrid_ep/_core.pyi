@@ -292,6 +292,8 @@ class Engine:
     def unlaunched(rank: int, shape: BufferShape, segments: Sequence[Segment], timeout_s: float) -> Engine:
         """For measuring the host's own work: launches nothing, moves nothing; see runtime/unlaunched.h."""
 
+    def waited_ns(self) -> list[int]: ...
+
 
 class HeaderRanges:
     """The headers of all ranks together."""

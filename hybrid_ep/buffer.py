@@ -25,6 +25,7 @@ from hybrid_ep import memory, streams
 from hybrid_ep.clones import PlannerOptions, PlansClones
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
+from hybrid_ep.meters import Meters
 from hybrid_ep.runtime import latency, options, validation, verbs
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from hybrid_ep.runtime.call import Call
@@ -37,7 +38,7 @@ from hybrid_ep.runtime.session import Guard, Session
 from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted
 
 
-class HybridEPBuffer(PlansClones, Named):
+class HybridEPBuffer(PlansClones, Meters, Named):
     """Registered memory of one group and the operations on it. Collective: every rank of the group constructs
     it and makes the same calls in the same order. Not re-entrant: operations that run at the same time need a
     buffer each; dispatches that wait for their combines may be many on one.
@@ -423,21 +424,6 @@ class HybridEPBuffer(PlansClones, Named):
         """Registered bytes of this rank by region, exact; str() says what the large ones are for. The receive rows are
         for what the arena has no room for, too, so that neither gets smaller for the other."""
         return memory.report(self._open_session().shape, self.group_size)
-
-    def traffic(self) -> dict[str, int]:
-        """Exact counters of rows and bytes this rank sent since construction or reset_traffic(): rows once for each
-        token handed over, bytes as often as they were stored; copied_rows, copied_bytes: stored again by this rank,
-        where results had no room in the arena (and, on GPUs, for a token's second expert here and on); partial_rows:
-        sums that combine formed here first, of rows that it could not read where they lay, see empty()."""
-        return self._open_session().traffic()
-
-    def reset_traffic(self) -> None:
-        self._open_session().reset_traffic()
-
-    def kernel_seconds(self) -> float:
-        """Seconds in this rank's launches since the first call of this method, which starts the clock; waits for those
-        under way. On the host a launch is its kernel; on a GPU events around it tell."""
-        return self._open_session().kernel_seconds()
 
     @property
     def is_usable(self) -> bool:

@@ -35,6 +35,11 @@ def draw_all(
         same = [matrix for matrix in sent if matrix.shape == sent[-1].shape]
         traffic_picture.draw(folder / "traffic", np.sum(same, axis=0), ranks_per_node)
         drawn.append("traffic")
+    waited = [np.array(record["rank_waited"]) for record in steps if "rank_waited" in record]
+    waited = [matrix for matrix in waited if matrix.shape == waited[-1].shape]
+    if np.sum(waited) > 0:
+        traffic_picture.draw_waits(folder / "waits", np.mean(waited, axis=0), ranks_per_node)
+        drawn.append("waits")
     *most, last = (str(folder / f"{name}.png") for name in drawn)
     return f"Plots: {', '.join(most)} and {last}, each as svg too"
 

@@ -25,6 +25,7 @@ from .config import RunConfig
 from .dispatch_meter import DispatchMeter, imbalance
 from .model import build_model, logical_owners, moe_layers
 from .text_data import Corpus, build_datasets
+from .wait_meter import WaitMeter
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -90,6 +91,7 @@ class Trainer:
         self.optimizer = self._make_optimizer()
         self.scheduler = self._make_scheduler()
         self.meter = DispatchMeter(moe_layers(self.model), config.model.num_experts)
+        self.waits = WaitMeter(config.parallel.expert_parallel_size)
         self.step, self.saved_step = 0, -1
         if resume:
             self.step = checkpoint.load(checkpoint_dir, self.model, self.optimizer, self.scheduler)
@@ -131,6 +133,7 @@ class Trainer:
         """One optimizer step; (its metrics, whether any rank was asked to stop)."""
         start = time.perf_counter()
         schedule = self.config.schedule
+        self.waits.take()  # of an evaluation since
         lr = self.optimizer.param_groups[0]["lr"]
         self.net.train()
         self.net.zero_grad_buffer()
@@ -209,16 +212,17 @@ class Trainer:
     def _gather_metrics(self, loss: float, owners: list[list[int]]) -> tuple[dict[str, Any], bool]:
         """One small all-gather a step: loss, times, rows per expert and the wish to stop of every rank."""
         seconds, load = self.meter.take()
+        ep = self.config.parallel.expert_parallel_size
         scalars = [loss, seconds["dispatch"], seconds["combine"], float(self.stop_requested()), peak_memory_bytes()]
-        mine = torch.cat([torch.tensor(scalars, dtype=torch.float64, device="cpu"), load.double().flatten()])
+        head = torch.tensor(scalars, dtype=torch.float64, device="cpu")
+        mine = torch.cat([head, self.waits.take(), load.double().flatten()])
         gathered = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(gathered, mine)
-        everyone = torch.stack(gathered)
+        everyone, waited, sent = torch.stack(gathered).split([len(head), ep, load.numel()], dim=1)
         loss, dispatch_s, combine_s, _ = everyone[:, :4].mean(0).tolist()
-        ep = self.config.parallel.expert_parallel_size
         layers, experts = load.shape
         # An EP group is a run of ep consecutive ranks; inside it rows are summed over the senders.
-        per_group = everyone[:, 5:].reshape(-1, ep, layers, experts).sum(1)
+        per_group = sent.reshape(-1, ep, layers, experts).sum(1)
         per_rank = imbalance(per_group.reshape(-1, layers, ep, experts // ep).sum(-1))
         per_expert = per_group.sum(0)
         record = {
@@ -229,7 +233,8 @@ class Trainer:
             "rank_imbalance_max": per_rank.max().item(),
             "expert_imbalance": imbalance(per_expert).mean().item(),
             "expert_load": per_expert.long().tolist(),
-            "rank_sent": everyone[:, 5:].reshape(self.num_ranks, layers, ep, -1).sum((1, 3)).long().tolist(),
+            "rank_sent": sent.reshape(self.num_ranks, layers, ep, -1).sum((1, 3)).long().tolist(),
+            "rank_waited": [[round(s, 6) for s in row] for row in waited.tolist()],
             "memory_bytes": int(everyone[:, 4].max()),
         }
         if (migrator := getattr(self.optimizer, "hybrid_ep_migrator", None)) is not None:

@@ -58,6 +58,11 @@ concept Lanes = requires(A a, const Vec16* vsrc, Vec16* vdst) {
   { a.template st_global<Vec16>(vdst, Vec16{}) };
 };
 
+// For waits that nobody counts.
+struct NotCounted {
+  HEP_HOST_DEVICE uint64_t* operator()(int) const { return nullptr; }
+};
+
 template <class A>
 concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* src, const uint64_t* flag,
                         uint64_t* mut_flag, const Vec16* vsrc, Vec16* vdst, WaitInfo info, Line* line,
@@ -134,9 +139,13 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.add_release_sys_each(int{}, mut_flags, static_cast<uint64_t (*)(int)>(nullptr)) };  // 0: nothing is done
   { a.wait_ge_sys_each(int{}, flags, uint64_t{}, infos) };
   // By all lanes of a warp, which come together first. What any of them did before is released; what any acquired is
-  // everybody's. The wait says, as warp_whole does, whether every lane came back from it.
+  // everybody's. The wait says, as warp_whole does, whether every lane came back from it. To the counters that
+  // `waited` gives (null: none) count_rank adds the nanoseconds from the first look that found a flag missing until
+  // this one was there; one lane may look at several flags, one after the other, and finds the later ones there.
   { a.st_release_sys_warp(int{}, mut_flags, uint64_t{}) };
   { a.wait_ge_sys_warp(int{}, flags, uint64_t{}, infos) } -> std::same_as<bool>;
+  { a.wait_ge_sys_warp(int{}, flags, uint64_t{}, infos, mut_flags) } -> std::same_as<bool>;
+  { a.clock_ns() } -> std::same_as<uint64_t>;  // of waits that are counted by hand; 0 for ever on a machine without
 
   // Counters of one rank. What returns the old value costs the lane a round trip to memory; count_rank does not.
   { a.add_acq_rel_rank(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;

@@ -235,6 +235,7 @@ void bind_engine(py::module_& m) {
            "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)
       .def("reset_traffic", &Engine::reset_traffic, Unlocked())
+      .def("waited_ns", &Engine::waited_ns, Unlocked())
       .def(
           "set_stream", [](Engine& e, uint64_t stream) { e.set_stream(reinterpret_cast<void*>(stream)); },
           py::arg("stream"), "CUDA: the stream of the next operations, in order with those before.");

@@ -46,7 +46,7 @@ HEP_DEVICE bool plan_together(A& a, Net& net, const BalanceParams& p, CloneRouti
   routing.begin_behind_other_blocks(vector);
   a.block_sync();
   if (!injected(Bug::kCloneCountsToldEarly) && !tell()) return false;
-  Exchange::wait_all(a, p);
+  Exchange::wait_all(a, p, true);
   if (!a.block_whole()) return false;  // a lane left in its wait: the counts are not complete
   const CountsView counts = p.gathered();
   if (!require_same_owners(a, p, counts)) return false;

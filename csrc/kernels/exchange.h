@@ -118,7 +118,7 @@ HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p, std::by
     if (a.elect_one()) ExchangeRole<A, Net>::send(a, net, p);
     if (!ExchangeRole<A, Net>::forward(a, net, p)) return;
   }
-  ExchangeRole<A, Net>::wait_all(a, p);
+  ExchangeRole<A, Net>::wait_all(a, p, lead);
   if (!a.block_whole()) return;  // a lane left in its wait: the counts are not complete
   if (!place_tokens<A>(a, p, smem, lead)) return;
   a.block_sync();

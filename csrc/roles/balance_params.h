@@ -62,6 +62,7 @@ struct BalanceParams {
   OfPeers<uint64_t> peer_node_flags;
   uint64_t rail_flag_offset;
   TrafficCounters* traffic;
+  uint64_t* waited;  // [R] nanoseconds that exchanges of counts waited for each rank, as count_rank sums
 
   HEP_DEVICE uint64_t sequence() const { return progress->plans + 1; }
   HEP_DEVICE uint64_t parity_bytes() const { return bytes_of(sequence()); }

@@ -26,38 +26,59 @@ struct ExchangeRole {
       a.count_rank(&p.traffic->count_bytes, bytes);
     }
   }
-  // By all lanes of the same warps: vectors of this rail go to the node as they come. False: a lane has left in its
-  // wait, and the warp must, for a vector that only some lanes copied would be announced as whole.
+  // By all lanes of the same warps: vectors of this rail go to the node as they come, and who is late is counted.
+  // False: a lane has left in its wait, and the warp must, for a vector that only some lanes copied would be announced
+  // as whole.
   HEP_DEVICE static bool forward(A& a, Net& net, const P& p) {
     const int own = p.world.node(), local = p.world.local_rank();
     for (int i = a.warp_idx(); i < p.world.num_nodes; i += a.num_warps()) {
       const int node = node_behind(own, i, p.world.num_nodes), source = p.world.rank_of(node, local);
       if (i > 0) {
+        const uint64_t begin = a.clock_ns();
         if (!injected(Bug::kCountsForwardedEarly))
           net.wait_signal(a, p.rail_flags + p.parity_flag_bytes() / 8 + node * kStride, p.sequence(),
                           {Site::kCountsFromRail, source, -1});
         if (!a.warp_whole()) return false;
+        if (a.elect_one()) a.count_rank(p.waited + source, a.clock_ns() - begin);
       }
       hand_on(a, p, source);
     }
     return true;
   }
-  // By all lanes of a block, which share the flags; what they acquired is the block's when it has met.
-  HEP_DEVICE static void wait_all(A& a, const P& p) {
-    const int first = a.warp_idx(), step = a.num_warps(), ranks = p.world.num_ranks();
-    a.wait_ge_sys_warp(
-        first < ranks ? (ranks - 1 - first) / step + 1 : 0,
-        [&](int i) { return p.node_flags + (first + i * step) * kStride; },
-        p.sequence() - injected(Bug::kCountsOneExchangeOld),
-        [&](int i) {
-          const int r = first + i * step;
-          const int on_rail = p.world.rank_of(p.world.node(), r % p.world.num_local_ranks);  // who hands it on
-          if (on_rail == p.world.rank && r != on_rail) return WaitInfo{Site::kCountsFromRail, r, -1};  // as forward()
-          return WaitInfo{Site::kCountsFromNode, on_rail, r};
-        });
+  // By all lanes of a block, which share the flags; what they acquired is the block's when it has met. counts: whom it
+  // waits for goes into p.waited; of one block, for all of them wait. A vector of another node comes by a rank of this
+  // one: who is late is told only when that rank's own is there, so every warp waits for its node first.
+  HEP_DEVICE static void wait_all(A& a, const P& p, bool counts) {
+    const int warp = a.warp_idx(), warps = a.num_warps();
+    const int locals = p.world.num_local_ranks, begin = p.world.rank_of(p.world.node(), 0);
+    if (p.world.num_nodes == 1)
+      return wait_for(a, p, counts, (locals - 1 - warp + warps) / warps, [&](int i) { return warp + i * warps; });
+    wait_for(a, p, counts && warp == 0, locals, [&](int i) { return begin + i; });
+    const int others = p.world.num_ranks() - locals;
+    wait_for(a, p, counts, (others - 1 - warp + warps) / warps, [&](int i) {
+      const int other = warp + i * warps;
+      return other < begin ? other : other + locals;
+    });
   }
 
  private:
+  // For the vectors of n ranks, by all lanes of a warp.
+  template <class RankOf>
+  HEP_DEVICE static void wait_for(A& a, const P& p, bool counts, int n, const RankOf& rank_of) {
+    a.wait_ge_sys_warp(
+        n, [&](int i) { return p.node_flags + rank_of(i) * kStride; },
+        p.sequence() - injected(Bug::kCountsOneExchangeOld),
+        [&](int i) {
+          const int r = rank_of(i);
+          const int on_rail = p.world.rank_of(p.world.node(), r % p.world.num_local_ranks);  // who hands it on
+          if (on_rail == p.world.rank && r != on_rail) return WaitInfo{Site::kCountsFromRail, r, -1};  // as forward()
+          return WaitInfo{Site::kCountsFromNode, on_rail, r};
+        },
+        [&](int i) {
+          const int r = rank_of(i);
+          return counts && r != p.world.rank ? p.waited + r : nullptr;  // what its own blocks take is no wait
+        });
+  }
   // The i-th node from this rank's on, so that no node is everybody's first target.
   HEP_DEVICE static int node_behind(int own, int i, int num_nodes) {
     return own + i < num_nodes ? own + i : own + i - num_nodes;

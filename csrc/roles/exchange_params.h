@@ -75,6 +75,7 @@ struct ExchangeParams {
   uint64_t* const* peer_node_flags;   // [L] start of local rank l's node_flags
   uint64_t rail_flag_offset;          // of OUR entry in a rail peer's rail_flags, parity 0
   TrafficCounters* traffic;
+  uint64_t* waited;  // [R] nanoseconds that exchanges of counts waited for each rank, as count_rank sums
 
   HEP_DEVICE uint64_t sequence() const { return progress->exchanges + 1; }
   HEP_DEVICE uint64_t parity_bytes() const {

@@ -42,12 +42,14 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   static_assert(sizeof(RankProgress) <= 64);
   const uint64_t columns = nodes + uint64_t(world_.num_ranks()) + shape.num_experts;
   const uint64_t latency_counts = shape.latency_tokens ? 2 * layout_.num_ranks * layout_.counts.vector_bytes() : 0;
-  state_ = executor_->allocate(counters + 2 * line + 4 * rails + nodes * shape.rail_slots * 8 +
+  const uint64_t waits = align_up(8 * uint64_t(world_.num_ranks()), 64);
+  state_ = executor_->allocate(counters + waits + 2 * line + 4 * rails + nodes * shape.rail_slots * 8 +
                                kMostExchangeBlocks * (8 + 4 * columns) + 8 * layout_.groups +
                                layout_.latency_rail.counter_bytes() + latency_counts + line);
   auto* at = static_cast<unsigned char*>(state_.get());
   traffic_ = reinterpret_cast<TrafficCounters*>(at);
-  progress_ = reinterpret_cast<RankProgress*>(at += counters);
+  waited_ = reinterpret_cast<uint64_t*>(at += counters);
+  progress_ = reinterpret_cast<RankProgress*>(at += waits);
   exit_counter_ = reinterpret_cast<uint64_t*>(at += line);
   rail_sent_ = reinterpret_cast<uint64_t*>(at += line);
   rail_received_ = reinterpret_cast<uint64_t*>(at += rails);
@@ -79,6 +81,14 @@ TrafficCounters Engine::traffic() const {
 void Engine::reset_traffic() {
   const TrafficCounters zero{};
   executor_->write(traffic_, &zero, sizeof zero);
+  const std::vector<uint64_t> zeros(size_t(world_.num_ranks()));
+  executor_->write(waited_, zeros.data(), 8 * zeros.size());
+}
+
+std::vector<uint64_t> Engine::waited_ns() const {
+  std::vector<uint64_t> ns(size_t(world_.num_ranks()));
+  executor_->read(ns.data(), waited_, 8 * ns.size());
+  return ns;
 }
 
 void Engine::start_counters_at(uint64_t base) {
@@ -167,6 +177,7 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const CallHeader& heade
   p.peer_node_flags = view_.peer_node_flags;
   p.rail_flag_offset = layout_.counts_rail_flag(0, world_.node());
   p.traffic = traffic_;
+  p.waited = waited_;
   p.misfits = misfits_;
   p.block_counts = block_counts_;
   std::ranges::copy(header.words(), p.header);

@@ -121,7 +121,9 @@ class Engine {
   const CloneShape& clones() const { return shape_.clones; }
   bool on_host() const { return executor_->shares_memory(); }  // where the caller's tensors must lie
   TrafficCounters traffic() const;
-  void reset_traffic();
+  void reset_traffic();  // and waited_ns()
+  // Nanoseconds that this rank's exchanges of counts waited for each rank of the group.
+  std::vector<uint64_t> waited_ns() const;
   // layout().arena_bytes of registered memory for the caller's tensors. Dispatched rows land in those without a copy.
   Arena& arena() const { return *arena_; }
   // CUDA: where the next operations are launched.
@@ -225,6 +227,7 @@ class Engine {
   uint64_t notification_ticket_ = 0;    // of the last exchange that notifies
   std::shared_ptr<void> state_;         // of the kernels, in their memory
   TrafficCounters* traffic_;            // all of these in state_
+  uint64_t* waited_;                    // [R]
   RankProgress* progress_;
   uint64_t* exit_counter_;
   unsigned char* latency_counts_;      // count vectors that the latency path has received, two parities

@@ -23,8 +23,8 @@ from hybrid_ep.runtime import clones, devices, nvshmem, placing, results, valida
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.device_arena import DeviceArena
-from hybrid_ep.runtime.engine_clock import EngineClock
 from hybrid_ep.runtime.known import Known, KnownCalls
+from hybrid_ep.runtime.metered import Metered
 from hybrid_ep.runtime.options import Options, first_recv_rows, recv_capacity
 from hybrid_ep.runtime.plan import Plan
 from hybrid_ep.runtime.routing import Routing
@@ -107,16 +107,15 @@ class Guard:
         self._session.leave(self._began, error)
 
 
-class Session:
+class Session(Metered):
     """Not thread-safe, and says so: enter guard() around every operation."""
 
     def __init__(self, meet: Rendezvous, topology: Topology, options: Options):
+        super().__init__()
         self.topology, self.meet, self.options = topology, meet, options
         self._lock, self._pid, self._guard = threading.Lock(), os.getpid(), Guard(self)
         self.why_closed: str | None = None
         self._generation = 0
-        self._past_traffic: dict[str, int] = {}
-        self._past_launches = 0
         # Whether kernels run beside the host, as on a GPU: then it waits for whatever it looks at, a choice of topk_idx
         # or a count, and non_blocking=True looks at nothing. The host's executors have ended when a launch returns.
         self.runs_beside = devices.is_cuda(options.executor)
@@ -127,7 +126,6 @@ class Session:
         self.results = results.ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
         self._device_arena: DeviceArena | None = None
-        self._clock: EngineClock | None = None
         self._segments, self._executor = self._choose_segments()
         if options.arena_mib and self._executor == nvshmem.EXECUTOR:
             said = f"arena_mib={options.arena_mib} has no effect: NVSHMEM connects the nodes, whose heap has no arena"
@@ -276,7 +274,7 @@ class Session:
             **(self.options.fixed_shape(self.topology) | wanted),
         )
         if self.engine is not None:
-            self._past_traffic, self._past_launches = self.traffic(), self.num_launches()
+            self.keep_counts()
             self.engine = self._device_arena = None
         o = self.options
         try:
@@ -346,24 +344,6 @@ class Session:
             raise ValueError(f"dtype={dtype!r}: combine sums torch.bfloat16, torch.float16 or torch.float32; give one")
         lent = self._lent(rows, columns * dtype.itemsize, dtype)
         return self.results.empty(rows, columns * dtype.itemsize, dtype) if lent is None else lent
-
-    def traffic(self) -> dict[str, int]:
-        now = self.engine.traffic()
-        return {name: value + self._past_traffic.get(name, 0) for name, value in now.items()}
-
-    def num_launches(self) -> int:
-        return self._past_launches + self.engine.num_launches
-
-    def kernel_seconds(self) -> float:
-        """In launches since this was first asked."""
-        if self._clock is None:
-            self._clock = EngineClock(self.options.device.type == "cuda")
-            self.engine = self._clock.around(self.engine)
-        return self._clock.seconds()
-
-    def reset_traffic(self) -> None:
-        self._past_traffic = {}
-        self.engine.reset_traffic()
 
     # ---- routing
     def require_capturable(self, non_blocking: bool) -> None:

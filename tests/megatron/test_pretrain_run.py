@@ -142,6 +142,20 @@ def test_who_sent_to_whom_adds_up_to_the_loads(runs):
 
 
 @needs_core
+def test_who_waits_for_whom_is_told_of_every_step(runs):
+    folder, alltoall = runs[0] / "hybrid_ep", runs[0] / "latent_alltoall"
+    for line in metrics(folder)[1:]:
+        waited = line["rank_waited"]
+        assert [len(row) for row in waited] == [4] * 4 and all(waited[rank][rank] == 0 for rank in range(4))
+        assert all(0 <= sum(row) < 2 * line["step_s"] for row in waited), "ranks enter a step at different times"
+    assert sum(s for line in metrics(folder)[1:] for row in line["rank_waited"] for s in row) > 0
+    assert (folder / "waits.png").is_file()
+    if have_latent_attention():
+        assert not any(s for line in metrics(alltoall)[1:] for row in line["rank_waited"] for s in row)
+        assert not (alltoall / "waits.png").exists()
+
+
+@needs_core
 def test_a_profiled_step_lists_what_it_launched(runs):
     runs_dir, outputs, _ = runs
     lines = (runs_dir / "hybrid_ep" / "profile.md").read_text().splitlines()

@@ -42,6 +42,7 @@ EVERYDAY = {
     100: (
         "test_graph.py",
         "test_exact_layer.py",
+        "test_waits.py",
         "test_by_lines.py",
         "test_streams.py",
         "test_faults.py",

@@ -144,12 +144,19 @@ class HostArch {
     warp_sync();
     for (int i = lane(); i < n; i += kLanes) st_release_sys(flag(i), value);
   }
-  template <class Flag, class Info>
-  bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info) {
+  template <class Flag, class Info, class Waited = NotCounted>
+  bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, const Waited& waited = {}) {
     warp_sync();
-    for (int i = lane(); i < n; i += kLanes) wait_ge_sys(flag(i), value, info(i));
+    uint64_t begin = 0;
+    for (int i = lane(); i < n; i += kLanes) {
+      const bool there = std::is_same_v<Waited, NotCounted> || peek(flag(i)) >= value;
+      if (!there && begin == 0) begin = clock_ns();
+      wait_ge_sys(flag(i), value, info(i));
+      if (uint64_t* word = there ? nullptr : waited(i)) count_rank(word, clock_ns() - begin);
+    }
     return warp_whole();
   }
+  uint64_t clock_ns() { return uint64_t(now_ns()); }
 
   // The flag behind the words, when all lanes of the line have stored theirs.
   void st_line(Line* dst, const uint64_t* words, uint64_t flag) {
@@ -170,6 +177,10 @@ class HostArch {
   void poll_reset() { Exec::poll_reset(*me_); }
 
  private:
+  // Only whether there is something to wait for, and to take the time of: nothing is acquired.
+  static uint64_t peek(const uint64_t* flag) {
+    return std::atomic_ref(*const_cast<uint64_t*>(flag)).load(std::memory_order_relaxed);
+  }
   // Arrives at a counter that only grows and waits until everyone of this round has. Relaxed: the lanes
   // meet, but no memory is ordered (elect_one).
   void meet(uint64_t& arrived, uint64_t participants, std::memory_order order) {

@@ -113,6 +113,7 @@ class SimArch {
     return m_->add_rank(here(at), word, value, me_->launch->count_ps);
   }
   uint64_t take_rank(uint64_t* word, Where at = Where::current()) { return add(at, word, 1); }
+  uint64_t clock_ns() { return 0; }
   void count_rank(uint64_t* word, uint64_t value) { *word += value; }  // nobody looks before the kernel has ended
   void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info, Where at = Where::current()) {
     m_->wait_word(here(at), flag, value, info, m_->config().costs.poll_ps);
@@ -136,8 +137,9 @@ class SimArch {
   void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
     for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i), at);
   }
-  template <class Flag, class Info>
-  bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
+  template <class Flag, class Info, class Waited = NotCounted>  // its waits are in its traces
+  bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, const Waited& = {},
+                        Where at = Where::current()) {
     const CostModel& costs = m_->config().costs;  // kWarpLanes look at once, and fence when they have seen all
     for (int i = 0; i < n; ++i) m_->wait_word(here(at), flag(i), value, info(i), i % kWarpLanes ? 0 : costs.poll_ps);
     if (m_->timed()) m_->spend(*me_, costs.fence_ps);

@@ -142,6 +142,7 @@ class CudaArch {
   }
   HEP_DEVICE uint64_t add_acq_rel_sys(uint64_t* flag, uint64_t value) { return ptx::atom_add_acq_rel_sys(flag, value); }
   HEP_DEVICE uint64_t take_rank(uint64_t* word) { return ptx::atom_add_relaxed_gpu(word, 1); }
+  HEP_DEVICE uint64_t clock_ns() { return ptx::globaltimer(); }
   HEP_DEVICE void count_rank(uint64_t* word, uint64_t value) { ptx::red_add_relaxed_gpu(word, value); }
   HEP_DEVICE void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info) {
     uint64_t since = 0;
@@ -183,12 +184,19 @@ class CudaArch {
     for (int i = lane(); i < n; i += kLanes) ptx::st_relaxed_sys(flag(i), value);
   }
   // A load of every lane is in flight at a time. They come together first, so that none polls beside a lane at work.
-  template <class Flag, class Info>
-  HEP_DEVICE bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info) {
+  template <class Flag, class Info, class Waited = NotCounted>
+  HEP_DEVICE bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info,
+                                   const Waited& waited = {}) {
     __syncwarp();
+    uint64_t begin = 0;
     for (int i = lane(); i < n; i += kLanes) {
       uint64_t since = 0;
       for (uint64_t seen; (seen = ptx::ld_relaxed_sys(flag(i))) < value;) look_up(since, info(i), value, seen);
+      if constexpr (!std::is_same_v<Waited, NotCounted>) {
+        if (since == 0) continue;
+        if (begin == 0) begin = since;
+        if (uint64_t* word = waited(i)) count_rank(word, ptx::globaltimer() - begin);
+      }
     }
     const bool whole = ptx::lanes_here() == ~0u;
     ptx::fence_acq_rel_sys();

@@ -182,6 +182,12 @@ def test_plots_of_one_step_and_of_none(tmp_path):
     plots.draw_all(tmp_path, [step(1, rank_sent=[[9] * 4] * 4), step(2, rank_sent=[[5, 3], [4, 4]])], ENTROPY, 2, 1)
     assert "from rank" in (tmp_path / "traffic.svg").read_text(), "went on on fewer ranks"
     assert "traffic.png" in said and "from rank" in (tmp_path / "traffic.svg").read_text()
+    assert "waits" not in said
+    plots.draw_all(tmp_path, [step(1, rank_waited=[[0.0, 0.0]])], ENTROPY, 2, 1)
+    assert not (tmp_path / "waits.svg").exists(), "nobody waited"
+    said = plots.draw_all(tmp_path, [step(n, rank_waited=[[0.0, 0.2 * n], [0.0, 0.0]]) for n in (1, 2)], ENTROPY, 2, 1)
+    picture = (tmp_path / "waits.svg").read_text()
+    assert "waits.png" in said and "rank waited" in picture and "300" in picture, "the mean of two steps, in ms"
 
 
 def test_binning_keeps_every_row():

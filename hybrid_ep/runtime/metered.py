@@ -1,0 +1,52 @@
+"""What a session counts, through the engines that it has one after the other as its memory grows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hybrid_ep.runtime.engine_clock import EngineClock
+
+if TYPE_CHECKING:
+    from hybrid_ep.runtime.options import Options
+
+
+class Metered:
+    """The part of a session that counts."""
+
+    engine: Any
+    options: Options
+    _clock: EngineClock | None = None
+    _past_launches = 0
+
+    def __init__(self) -> None:
+        self._past_traffic: dict[str, int] = {}
+        self._past_waits: list[float] = []
+
+    def traffic(self) -> dict[str, int]:
+        now = self.engine.traffic()
+        return {name: value + self._past_traffic.get(name, 0) for name, value in now.items()}
+
+    def wait_seconds(self) -> list[float]:
+        """For each rank of the group."""
+        now = [ns / 1e9 for ns in self.engine.waited_ns()]
+        return [a + b for a, b in zip(now, self._past_waits, strict=True)] if self._past_waits else now
+
+    def num_launches(self) -> int:
+        return self._past_launches + int(self.engine.num_launches)
+
+    def kernel_seconds(self) -> float:
+        """In launches since this was first asked."""
+        if self._clock is None:
+            self._clock = EngineClock(self.options.device.type == "cuda")
+            self.engine = self._clock.around(self.engine)
+        return self._clock.seconds()
+
+    def reset_traffic(self) -> None:
+        """And the waits."""
+        self._past_traffic, self._past_waits = {}, []
+        self.engine.reset_traffic()
+
+    def keep_counts(self) -> None:
+        """Before another engine takes this one's place."""
+        self._past_traffic, self._past_launches = self.traffic(), self.num_launches()
+        self._past_waits = self.wait_seconds()

@@ -1,0 +1,44 @@
+"""Whom a rank's exchange waited for, counted by the lane that waits: the rank whose launch comes late."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from gpu_world import GpuWorld
+
+DELAY_S = 0.3
+
+
+@pytest.mark.parametrize("shape, late", [((1, 3), 1), ((2, 2), 2)])
+def test_every_other_rank_waits_for_the_late_one(shape, late):
+    world = GpuWorld(*shape, 2, skew=0)
+    size = world.world.size
+    meet = threading.Barrier(size)
+
+    def work(rank, _):
+        buffer, stream = world.raw[rank], world.streams[rank]
+        x = torch.ones(8, 64, dtype=torch.bfloat16, device="cuda")
+        idx = torch.arange(16, device="cuda").view(8, 2) % (2 * size)
+        call = {"hidden": x, "topk_idx": idx, "num_of_experts": 2 * size, "num_permuted_tokens": 64 * size}
+        buffer.dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=2 * size)  # makes room
+        stream.synchronize()
+        buffer.reset_traffic()
+        meet.wait(60)
+        if rank == late:
+            time.sleep(DELAY_S)
+        buffer.dispatch_with_permute(**call, non_blocking=True)
+        stream.synchronize()
+        return buffer.wait_seconds()
+
+    found = world.run(work)
+    world.close()
+    for rank, seconds in enumerate(found):
+        assert seconds[rank] == 0
+        others = [waited for other, waited in enumerate(seconds) if other not in (rank, late)]
+        if rank == late:
+            assert max(seconds) < min(one[late] for n, one in enumerate(found) if n != late) / 2, found
+        else:
+            assert seconds[late] > 2 * max(others), (rank, seconds)

@@ -1,0 +1,91 @@
+"""Whom a rank waited for: the late one, on every other rank, through growth; and nobody where nobody is late."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from hybrid_ep.balance import MicrobatchOptions
+from hybrid_ep.testing import VirtualWorld
+
+H, EXPERTS_OF_RANK, DELAY, FAR_LESS = 64, 2, 0.4, 0.2
+
+
+def routing(rank, tokens, num_experts):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.rand(tokens, num_experts, generator=generator).topk(2).indices
+
+
+def waits(shape, late, call, **options):
+    """wait_seconds() of every rank after call(rank, buffer), for which all but `late` are in time."""
+    world = VirtualWorld(*shape)
+    buffers = world.buffers(H, 16, EXPERTS_OF_RANK + bool(options), timeout_s=30, **options)
+    meet = threading.Barrier(world.size)
+
+    def work(rank, _):
+        meet.wait(30)
+        if rank == late:
+            time.sleep(DELAY)
+        call(rank, buffers[rank])
+        return buffers[rank].wait_seconds()
+
+    found = world.run(work)
+    assert all(len(one) == world.size for one in found)
+    return found, buffers, world
+
+
+def dispatch(rank, buffer, tokens=16):
+    num_experts = EXPERTS_OF_RANK * buffer.group_size
+    buffer.dispatch_with_permute(
+        hidden=torch.ones(tokens, H).bfloat16(), topk_idx=routing(rank, tokens, num_experts), num_of_experts=num_experts
+    )
+
+
+def only_the_late_one(found, late):
+    for rank, seconds in enumerate(found):
+        if rank == late:
+            assert sum(seconds) < FAR_LESS, (rank, seconds)
+            continue
+        assert DELAY / 2 < seconds[late] < 10 * DELAY, (rank, seconds)
+        assert seconds[rank] == 0
+        assert all(waited < FAR_LESS for other, waited in enumerate(seconds) if other != late), (rank, seconds)
+
+
+@pytest.mark.parametrize("shape, late", [((1, 2), 0), ((1, 4), 3), ((2, 2), 1), ((3, 1), 2), ((2, 2), 2)])
+def test_every_rank_waits_for_the_late_one_alone(shape, late):
+    only_the_late_one(waits(shape, late, dispatch)[0], late)
+
+
+def test_planning_clones_waits_likewise():
+    def plan(rank, buffer):
+        buffer.plan_clones(topk_idx=routing(rank, 16, EXPERTS_OF_RANK * buffer.group_size))
+
+    only_the_late_one(waits((1, 3), 1, plan, clones=MicrobatchOptions(spare_slots=1))[0], 1)
+
+
+def test_counts_stay_through_growth_and_go_with_a_reset():
+    late = 1
+    before, buffers, world = waits((1, 2), late, dispatch)
+    world.run(lambda rank, _: dispatch(rank, buffers[rank], tokens=500))
+    after = [buffer.wait_seconds() for buffer in buffers]
+    assert all(b >= a for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
+    assert after[0][late] >= DELAY / 2
+    for buffer in buffers:
+        buffer.reset_traffic()
+        assert buffer.wait_seconds() == [0.0, 0.0]
+
+
+def test_a_call_by_a_handle_waits_for_no_counts():
+    world = VirtualWorld(1, 2)
+    buffers = world.buffers(H, 16, EXPERTS_OF_RANK, timeout_s=30)
+
+    def work(rank, _):
+        x = torch.ones(16, H).bfloat16()
+        *_, handle = buffers[rank].dispatch_with_permute(hidden=x, topk_idx=routing(rank, 16, 4), num_of_experts=4)
+        buffers[rank].reset_traffic()
+        time.sleep(DELAY * rank)
+        buffers[rank].dispatch_with_permute(hidden=x, handle=handle)
+        return buffers[rank].wait_seconds()
+
+    assert world.run(work) == [[0.0, 0.0]] * 2
