@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES, Balance
 
+from . import safe_yaml
 from .architecture import Architecture
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
@@ -451,10 +452,7 @@ class ClusterRun:
         known = {f.name: type(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in fixed}
         for name, value in changes.items():
             _require(name in known, name, value, f"unknown; choose one of {', '.join(known)}")
-            if known[name] is float and type(value) is int:
-                changes[name] = value = float(value)
-            if known[name] is str and type(value) is bool:  # --set apex=no: YAML reads yes and no so
-                changes[name] = value = "yes" if value else "no"
+            changes[name] = value = safe_yaml.as_type(value, known[name])
             _require(type(value) is known[name], name, value, f"must be of type {known[name].__name__}")
         return dataclasses.replace(self, **changes)
 

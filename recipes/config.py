@@ -454,8 +454,7 @@ def _from_dict(cls: type, values: Any, path: str) -> Any:
         if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
             made[name] = _from_dict(wanted, value, f"{path}.{name}")
             continue
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+        value = safe_yaml.as_type(value, wanted)
         if type(value) is not wanted:
             raise ValueError(f"{path}.{name}={value!r}: must be of type {wanted.__name__}")
         made[name] = value

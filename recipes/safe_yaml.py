@@ -1,12 +1,16 @@
-"""YAML that users write: the safe loader, and numbers with an exponent as YAML 1.2 and everybody reads them.
+"""YAML that users write: the safe loader, with numbers and booleans as YAML 1.2 and everybody reads them.
 
-PyYAML follows YAML 1.1, where `3e-4` without a point is a string."""
+PyYAML follows YAML 1.1, where `3e-4` without a point is a string, and `off` and `no`, which are values of recipes, are
+booleans."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+_BOOL = "tag:yaml.org,2002:bool"
+_TRUTH = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
+_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 _FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 
 
@@ -17,12 +21,28 @@ def load(text: str, what: str) -> Any:
     class Loader(yaml.SafeLoader):
         """Of this call: resolvers belong to a class."""
 
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag != _BOOL]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver(_BOOL, _TRUTH, list("tTfF"))
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         said = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ValueError(f"{what}: not valid YAML ({said}{_place(error)})") from error
+
+
+def as_type(value: Any, wanted: type) -> Any:
+    """The value as a field of this type has it: 1 for a float, yes and off for a bool, true for one that takes yes."""
+    if wanted is str and type(value) is bool:
+        return "yes" if value else "no"
+    if wanted is float and type(value) is int:
+        return float(value)
+    if wanted is bool and isinstance(value, str):
+        return _WORDS.get(value.lower(), value)
+    return value
 
 
 def _place(error: Exception) -> str:
