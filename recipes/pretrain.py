@@ -51,6 +51,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--forced-bias", type=float, metavar="STD", help="skew the router on purpose")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the job, all in one expert-parallel group")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks that count as a node's")
     parser.add_argument("--profile-step", type=int, metavar="N", help="write what step N launches into profile.md")
     parser.add_argument("--runs-dir", help="where run folders live (default: the recipe's, runs)")
     args = parser.parse_args(argv)
@@ -79,8 +80,11 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
         config = config.derive(parallel={"dispatcher": args.dispatcher})
     if args.dispatch_dtype:
         config = config.derive(parallel={"dispatch_dtype": args.dispatch_dtype})
-    if args.ranks is not None:
-        config = config.derive(parallel={"num_ranks": args.ranks, "expert_parallel_size": args.ranks})
+    ranks = {} if args.ranks is None else {"num_ranks": args.ranks, "expert_parallel_size": args.ranks}
+    if args.ranks_per_node is not None:
+        ranks["ranks_per_node"] = args.ranks_per_node
+    if ranks:
+        config = config.derive(parallel=ranks)
     chosen = {
         "balance": args.balance,
         "spare_slots": args.spare_slots,

@@ -83,6 +83,14 @@ def test_damaged_yaml_is_refused(text):
         load_yaml(text)
 
 
+def test_ranks_and_nodes_of_the_command_line_are_one_layout():
+    parallel = make_config(parse_args(["tiny_cpu", "--ranks", "8", "--ranks-per-node", "8"]))[0].parallel
+    assert (parallel.num_ranks, parallel.expert_parallel_size, parallel.ranks_per_node) == (8, 8, 8)
+    assert make_config(parse_args(["tiny_cpu", "--ranks-per-node", "4"]))[0].parallel.ranks_per_node == 4
+    with pytest.raises(ValueError, match="ranks_per_node=3: must divide"):
+        make_config(parse_args(["tiny_cpu", "--ranks-per-node", "3"]))
+
+
 def test_short_runs_shorten_the_warm_up(tmp_path):
     config, folder = make_config(parse_args(["tiny_cpu", "--steps", "20", "--runs-dir", str(tmp_path)]))
     assert folder is None
