@@ -400,17 +400,18 @@ class HybridEPBuffer(PlansClones, Meters, Named):
         if num_of_tokens_per_rank is not None:
             config.max_num_of_tokens_per_rank = max(
                 config.max_num_of_tokens_per_rank,
-                validation.integer("num_of_tokens_per_rank", num_of_tokens_per_rank, 0),
+                validation.integer("num_of_tokens_per_rank", num_of_tokens_per_rank, 0, most=validation.MOST),
             )
         if num_local_experts is not None:
-            config.num_of_experts_per_rank = validation.integer("num_local_experts", num_local_experts, 1)
+            most = validation.MOST_EXPERTS
+            config.num_of_experts_per_rank = validation.integer("num_local_experts", num_local_experts, 1, most=most)
         if pad_multiple is not None:
-            config.pad_multiple = validation.integer("pad_multiple", pad_multiple, 0)
+            config.pad_multiple = validation.integer("pad_multiple", pad_multiple, 0, most=validation.MOST_PADDING)
         if use_fp8 is not None:
             config.use_fp8 = validation.flag("use_fp8", use_fp8)
         config.set(**kwargs)
-        for name, value in config.tuned().items():
-            validation.integer(name, value, 1)
+        for name, (value, least, most) in config.limits().items():
+            validation.integer(name, value, least, most=most)
         self.config = self.configurer.buffer_config = config
         return copy.copy(config)
 

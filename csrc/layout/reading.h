@@ -1,9 +1,10 @@
 // Where the sums of one combine read what a rank's experts wrote. The rank says so beside its ready flag, before it
-// raises that, as it says in a dispatch where rows are to land (layout/landing.h): nothing of it need be agreed, and it
-// may differ in every operation and on every rank.
+// raises that, as it says in a dispatch where rows are to land (layout/landing.h): it may differ in every operation and
+// on every rank. But for what rows are, which all ranks must mean alike: others would add fp32 as bf16.
 #pragma once
 #include <cstddef>
 
+#include "common/numeric.h"
 #include "layout/landing.h"
 
 namespace hep {
@@ -23,15 +24,21 @@ struct alignas(16) Reading {
   uint32_t row_bytes = 0, partial_bytes = 0;
   uint64_t unused = 0;
   uint64_t epoch = 0;  // of the operation, where a Landing has it
-  uint32_t kind = kReading, unused2 = 0;
+  uint32_t kind = kReading;
+  uint32_t types = 0;  // of the rows and of partials
 
   static constexpr uint32_t kReading = ~0u;  // metadata_bytes of no Landing
 
-  // Whether it is of this operation and of sums of such rows. Else partials are waited for, which a rank that does
-  // something else does not form.
-  HEP_HOST_DEVICE bool is_for(uint64_t operation, uint32_t row, uint32_t partial) const {
-    return epoch >= operation && kind == kReading && row_bytes == row && partial_bytes == partial;
+  HEP_HOST_DEVICE static uint32_t types_of(DType rows, DType partials) {
+    return uint32_t(rows) | uint32_t(partials) << 4;
   }
+  // Whether it is of this operation. Else partials are waited for, which a rank that does something else does not form.
+  HEP_HOST_DEVICE bool is_of(uint64_t operation) const { return epoch >= operation && kind == kReading; }
+  HEP_HOST_DEVICE bool means_rows_of(const Reading& mine) const {
+    return row_bytes == mine.row_bytes && partial_bytes == mine.partial_bytes && types == mine.types;
+  }
+  // For a timeout report: bytes of a row, and behind them the types as two hexadecimal digits.
+  HEP_HOST_DEVICE uint64_t rows_said() const { return uint64_t(row_bytes) << 8 | types; }
 };
 static_assert(sizeof(Reading) == sizeof(Landing) && offsetof(Reading, epoch) == offsetof(Landing, epoch) &&
               offsetof(Reading, kind) == offsetof(Landing, metadata_bytes));

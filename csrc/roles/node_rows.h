@@ -35,7 +35,6 @@ struct NodeRows {
         seen(reinterpret_cast<uint32_t*>(ranks + kWords * uint32_t(params.world.num_local_ranks))),
         seen_weights(seen + params.world.num_local_ranks) {}
 
-  // Of one feed.
   HEP_HOST_DEVICE static uint64_t bytes(const CombineParams& p) {
     return align_up((sizeof(RowsOfRank) + 8) * uint64_t(p.world.num_local_ranks), 128);
   }
@@ -44,11 +43,12 @@ struct NodeRows {
   HEP_DEVICE bool begin() {
     if (!p.gate.template wait_all_ready<kTogether>(a)) return false;
     epoch = p.gate.epoch();
-    const uint32_t row_bytes = p.hidden * dtype_bytes(p.dtype);
     for (int l = kTogether ? a.lane() : 0; l < p.world.num_local_ranks; l += kTogether ? A::kLanes : 1) {
       const auto said = p.gate.template said<Reading>(a, uint32_t(l));
-      const bool meant = said.is_for(epoch, row_bytes, p.partial.row_bytes());
-      const unsigned char* const recv = p.peers.recv[l];
+      const bool meant = said.is_of(epoch);
+      const WaitInfo differs{Site::kReading, p.world.rank_of(p.world.node(), l)};
+      while (meant && !said.means_rows_of(p.reading)) a.poll_idle(differs, p.reading.rows_said(), said.rows_said());
+      const auto* const recv = p.peers.recv[l];
       const auto words =
           std::bit_cast<Words>(RowsOfRank{recv + said.x, recv, meant ? said.from : SumFrom::kPartials, said.rows, {}});
       for (uint32_t i = 0; i < kWords; ++i) a.st_shared(ranks + uint32_t(l) * kWords + i, words.v[i]);

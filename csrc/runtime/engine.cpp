@@ -258,6 +258,7 @@ Reading Engine::reading(const CombineParams& p, const CombineCall& c, const Plan
   Reading r;
   r.row_bytes = row_bytes;
   r.partial_bytes = p.partial.row_bytes();
+  r.types = Reading::types_of(c.dtype, p.partial_dtype);
   r.rows = c.permuted ? plan.num_permuted_rows() : plan.num_recv_rows();
   const bool as_they_are = !c.multiply && p.partial_dtype == c.dtype && reinterpret_cast<uint64_t>(c.x) % 16 == 0;
   if (!as_they_are || c.sum_from == SumFrom::kPartials || !is_in_arena(c.x, uint64_t(r.rows) * row_bytes)) return r;

@@ -123,7 +123,7 @@ class TorchBackend:
         reads = len(stacks) > 1 and groups.first_rows is None and stacks[0].device.type == "cuda"
         if reads and torch.cuda.is_current_stream_capturing():
             return "it reads where a stack's rows begin on the host, which a CUDA graph cannot capture; give first_rows"
-        return None
+        return next((why for stack in stacks if (why := _unlike_a_matrix(stack)) is not None), None)
 
     @classmethod
     def mm(cls, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -281,6 +281,18 @@ class TransformerEngineBackend:
 BACKENDS: dict[str, Backend] = {
     b.name: b for b in (TorchBackend(), TritonBackend(), LoopBackend(), TransformerEngineBackend())
 }
+
+
+def _unlike_a_matrix(stack: torch.Tensor) -> str | None:
+    """Why torch's kernel does not take the strides of [E, K, F]; None: it does."""
+    (experts, k, f), (apart, over_k, over_f), step = stack.shape, stack.stride(), 16 // stack.element_size()
+    if not stack.numel():
+        return None
+    rows = over_f == 1 and over_k >= f and over_k % step == 0
+    columns = over_k == 1 and over_f >= k and over_f % step == 0
+    if (rows or columns) and (experts == 1 or apart % step == 0):
+        return None
+    return f"strides {stack.stride()} of weights {tuple(stack.shape)} are not those of matrices by rows or by columns"
 
 
 def _not_in_16_bytes(dtype: torch.dtype, k: int, f: int) -> str | None:

@@ -44,9 +44,11 @@ class Call(NamedTuple):
             validation.flag("non_blocking", non_blocking)
             validation.flag("pad_empty_experts", pad_empty_experts)
         budget = num_permuted_tokens
-        if budget is not None and (type(budget) is not int or budget < 0):
-            budget = validation.integer("num_permuted_tokens", budget, 0)
-        pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
+        if budget is not None and (type(budget) is not int or not 0 <= budget <= validation.MOST):
+            budget = validation.integer("num_permuted_tokens", budget, 0, most=validation.MOST)
+        pad = 1
+        if pad_multiple is not None:
+            pad = validation.integer("pad_multiple", pad_multiple, 0, most=validation.MOST_PADDING) or 1
         if non_blocking and routed and (budget is None or budget % pad):
             raise ValueError(
                 f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "

@@ -18,6 +18,7 @@ from torch.library import custom_op, get_ctx
 from hybrid_ep.runtime import eager, names
 from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
 from hybrid_ep.runtime.names import Handle
+from hybrid_ep.runtime.validation import SUMMABLE
 
 # ---- what functional calls while it is traced
 
@@ -292,8 +293,10 @@ def _dispatch_backward(
     if grad is None:
         return nothing
     topk_idx, token = ctx.saved_tensors
+    summed = grad_rows is not None or ctx.dtype in SUMMABLE
     if grad_rows is None:  # only the weights were used: the sum still moves whole rows
-        grad_rows = torch.zeros(ctx.rows, dtype=ctx.dtype, device=grad.device)
+        zeros = torch.zeros(ctx.rows, dtype=ctx.dtype, device=grad.device) if summed else None
+        grad_rows = eager.no_rows(ctx.rows[0], grad.device) if zeros is None else zeros
     grad_hidden, grad_dense = torch.ops.hybrid_ep.combine(
         grad_rows.contiguous(),
         grad_weights,
@@ -306,6 +309,7 @@ def _dispatch_backward(
         ctx.local_experts,
         ctx.node_experts,
     )
+    grad_hidden = grad_hidden if summed else None
     if grad_weights is None:
         return grad_hidden, *nothing[1:]
     if not ctx.weights_are_topk:

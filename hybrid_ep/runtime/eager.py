@@ -12,6 +12,7 @@ from hybrid_ep.payload import quantize
 from hybrid_ep.runtime import names
 from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED
 from hybrid_ep.runtime.signatures import Buffer, Combined, Handle
+from hybrid_ep.runtime.validation import ROW_ALIGNMENT, SUMMABLE
 
 
 def dispatch(buffer: Buffer, permute: bool, hidden: Tensor, given: dict[str, Any]) -> tuple[Any, ...]:
@@ -64,6 +65,11 @@ def run_combine(buffer: Buffer, permute: bool, **arguments: Any) -> Combined:
     return (buffer.combine_with_unpermute if permute else buffer.combine)(**arguments)
 
 
+def no_rows(num_rows: int, device: torch.device) -> Tensor:
+    """Zeros [num_rows, 8], the narrowest rows that a combine sums: for weights of rows of a type that it does not."""
+    return torch.zeros(num_rows, ROW_ALIGNMENT // 2, dtype=torch.bfloat16, device=device)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -96,15 +102,17 @@ class _Dispatch(torch.autograd.Function):
         if grad_rows is None and grad_weights is None:
             return nothing
         (empty, shape), (topk_idx,) = ctx.like, ctx.saved_tensors
+        summed = grad_rows is not None or empty.dtype in SUMMABLE
         if grad_rows is None:  # only the weights were used: the sum still moves whole rows
-            grad_rows = empty.new_zeros(shape)
+            grad_rows = empty.new_zeros(shape) if summed else no_rows(shape[0], empty.device)
         grad_hidden, grad_dense = run_combine(
             ctx.buffer, ctx.permute, hidden=grad_rows, probs=grad_weights, handle=ctx.handle
         )
+        back = grad_hidden if summed else None
         if grad_dense is None or not ctx.weights_are_topk:
-            return *nothing[:3], grad_hidden, None, None, None, grad_dense
+            return *nothing[:3], back, None, None, None, grad_dense
         grad_topk = grad_dense.gather(1, topk_idx.long().clamp(min=0)).masked_fill(topk_idx < 0, 0.0)
-        return *nothing[:3], grad_hidden, None, grad_topk, None, None
+        return *nothing[:3], back, None, grad_topk, None, None
 
 
 class _Combine(torch.autograd.Function):

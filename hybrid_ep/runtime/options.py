@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import socket
 from dataclasses import dataclass, field
 from typing import Any
@@ -295,7 +296,7 @@ def parse(
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
-    num_local_experts = validation.integer("num_local_experts", num_local_experts, 1)
+    num_local_experts = validation.integer("num_local_experts", num_local_experts, 1, most=validation.MOST_EXPERTS)
     return Options(
         hidden_dim,
         validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
@@ -347,7 +348,13 @@ def _device(executor: Any) -> torch.device:
 
 
 def _positive(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
+    """Whether it is a positive number that is one as a float, too."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        return False
+    try:
+        return 0 < float(x) < math.inf
+    except OverflowError:
+        return False
 
 
 def _blocks(name: str, value: Any, default: int | None = None) -> int | None:

@@ -122,6 +122,12 @@ def _fitted(
     # Ranks agree on each of these, hence grow together. A map's rows are as wide as the widest token so far.
     topk = session.shape.max_topk if routing.topk_idx is None else routing.topk_idx.shape[1]
     topk = min(topk, routing.num_experts)
+    if not session.runs_beside and (widest := _widest(routing)) > topk:  # a GPU drops them, and sets the overflow flag
+        raise ValueError(
+            f"routing_map has a token with {widest} experts, but the buffer is laid out for {topk} a token, and the "
+            "latency path cannot make it grow; give topk_idx, or run a blocking dispatch of that width first, on all "
+            "ranks"
+        )
     session.fit(
         num_experts=routing.num_experts,
         max_topk=topk,

@@ -37,6 +37,9 @@ DTYPES = tuple(
 )
 SUMMABLE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ROW_ALIGNMENT = 16  # bytes; rows move in units of 16
+MOST = (1 << 31) - 1  # of what the core counts in 32 bits
+MOST_EXPERTS = 1 << 20  # of a group
+MOST_PADDING = 1 << 16  # rows to which an expert's group is padded
 
 
 # Where the tensors of the call in progress must lie: on the device of its buffer.
@@ -67,7 +70,7 @@ def integer(name: str, value: Any, least: int, remedy: str = "", most: int | Non
 def hidden_dim(value: Any) -> int:
     """Elements of a row, of which the dtype is not known yet: an even number, for rows are multiples of 16 bytes and
     elements have 8 at most."""
-    number = integer("hidden_dim", value, 1)
+    number = integer("hidden_dim", value, 1, most=MOST)
     if number % 2:
         raise ValueError(
             f"hidden_dim={number} must be even, and a multiple of 8 for bfloat16 and float16, of 4 for "
@@ -197,7 +200,7 @@ def routing_map(route: Any, rows: int, num_experts: int | None, num_ranks: int) 
 
 
 def experts_of_group(name: str, num_experts: Any, num_ranks: int) -> int:
-    num_experts = integer(name, num_experts, 1)
+    num_experts = integer(name, num_experts, 1, most=MOST_EXPERTS)
     if num_experts % num_ranks:
         raise ValueError(f"{name}={num_experts} must be a multiple of the group's {num_ranks} ranks; pad the experts")
     return num_experts
@@ -207,7 +210,7 @@ def group_experts(num_experts: Any, per_rank: Any, num_ranks: int) -> Any:
     """num_of_experts, from num_of_experts_per_rank where that is given."""
     if per_rank is None:
         return num_experts
-    per_rank = integer("num_of_experts_per_rank", per_rank, 1)
+    per_rank = integer("num_of_experts_per_rank", per_rank, 1, most=MOST_EXPERTS)
     if num_experts is not None and num_experts != per_rank * num_ranks:
         raise ValueError(
             f"num_of_experts={num_experts!r} is not num_of_experts_per_rank={per_rank} times "
@@ -223,6 +226,8 @@ def deprecated(name: str, what: str) -> None:
 
 def token_slots(slots: Any, hidden: Any) -> None:
     """num_of_tokens_per_rank, as deep_ep's callers give it for ranks with unequal numbers of tokens."""
+    if not isinstance(hidden, torch.Tensor):
+        return  # which is complained of where it is used
     if slots is not None and integer("num_of_tokens_per_rank", slots, 0) < len(hidden):
         raise ValueError(
             f"num_of_tokens_per_rank={int(slots)} is less than the {len(hidden)} rows of hidden; give "

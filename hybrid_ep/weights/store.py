@@ -218,6 +218,7 @@ class ExpertStore:
         gradients[n]: stacks of matrix n, the experts in this rank's order from the first that is not its own; together
         `[E - own, *shapes[n]]`. Summed in fp32, in the order of the calls. ValueError, before anything is added, for
         another layer, number of matrices or shape."""
+        self.check_usable()
         self._check_gradients(layer, gradients)
         self._require_here("gradients", [stack for stacks in gradients for stack in stacks])
         if not self._touched:
@@ -282,8 +283,12 @@ class ExpertStore:
         found: Iterator[list[torch.Tensor]] = self.memory.incoming(
             self._outboxes_open(), [self._coming(layer, n) for layer, n in which]
         )
-        for (layer, n), parts in zip(which, found, strict=True):
-            add(layer, n, parts)
+        try:
+            for (layer, n), parts in zip(which, found, strict=True):
+                add(layer, n, parts)
+        except BaseException as error:  # some gradients are home, others never will be
+            self.fail(BufferFailedError(f"bring_home ended half-way: {type(error).__name__}: {error}"))
+            raise
         self.memory.homeward.tell_behind(self.shared, places.TAKEN, self._given)
 
     def _coming(self, layer: int, n: int) -> Incoming:

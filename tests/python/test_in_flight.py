@@ -158,6 +158,32 @@ def test_a_rank_in_another_operation_gets_no_rows():
     assert all(torch.equal(rows, clone) for rows, clone in kept)
 
 
+@pytest.mark.parametrize("others", ["fp16", "fp32", "fp32 of half the width", "fp32 partials"])
+def test_ranks_that_combine_rows_of_different_types_get_no_sums(others):
+    """A rank that was sent no row makes its empty outputs in torch's default type, say: others' bf16 is not that."""
+    world = VirtualWorld(1, 2)
+    buffers = world.buffers(256, 16, 2, timeout_s=2)
+    idx = torch.tensor([[0], [1], [0], [1]])  # all to the experts of rank 0
+    made = {
+        "fp16": (torch.zeros(0, 64, dtype=torch.float16), {}),
+        "fp32": (torch.zeros(0, 64), {}),
+        "fp32 of half the width": (torch.zeros(0, 32), {}),
+        "fp32 partials": (torch.zeros(0, 64, dtype=torch.bfloat16), {"fp32_partials": True}),
+    }
+
+    def work(rank, _):
+        sent = torch.ones(4, 64, dtype=torch.bfloat16)
+        rows, *_, handle = buffers[rank].dispatch_with_permute(hidden=sent, topk_idx=idx, num_of_experts=4)
+        empty, options = made[others]
+        assert (len(rows) == 0) == (rank == 1)
+        hidden, options = (rows, {}) if rank == 0 else (empty, options)
+        return buffers[rank].combine_with_unpermute(hidden=hidden, handle=handle, **options)
+
+    errors = world.run(work, return_errors=True)
+    assert all(isinstance(e, DeadlineError) and e.site == "reading_differs" for e in errors), errors
+    assert [e.peer for e in errors] == [1, 0]
+
+
 def test_a_rail_peer_in_another_operation_sends_no_rows():
     """The same between nodes: its chunks are of a combine, or of rows with weights, where this rank reads those of a
     dispatch without."""

@@ -380,3 +380,22 @@ def test_zeros_are_stored_not_multiplied():
     padding.zero_empty_groups_(per_group, torch.tensor([0, 2, 2]))
     assert (per_group[[0, 2]] == 0).all() and per_group[1].isnan().all()
     assert PAD_ROWS % row_alignment("fp8") == 0
+
+
+@pytest.mark.parametrize(
+    "strided",
+    [
+        lambda: torch.randn(2, 8, 16)[:, :, ::2],
+        lambda: torch.randn(2, 8, 9)[:, :, :8],
+        lambda: torch.randn(8, 8, 2).permute(2, 0, 1),
+        lambda: torch.randn(2, 1, 8).expand(2, 8, 8),
+        lambda: torch.randn(2, 8, 1).expand(2, 8, 8),
+    ],
+    ids=["every second", "odd rows", "experts last", "one row", "one column"],
+)
+def test_weights_of_any_strides(strided):
+    w, x, ends = strided(), torch.randn(5, 8), torch.tensor([2, 5])
+    want = torch.cat([x[:2] @ w[0], x[2:] @ w[1]])
+    assert torch.allclose(grouped_mm(x, w, ends), want, atol=1e-6)
+    with pytest.raises(ValueError, match="torch: strides .* are not those of matrices"):
+        grouped_mm(x, w, ends, backend="torch")

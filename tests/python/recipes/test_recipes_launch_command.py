@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes import CLUSTER_RECIPES, RECIPES, get_recipe, rank, safe_yaml, sbatch
-from recipes.launch_command import _run_script, main, parse_changes
+from recipes import CLUSTER_RECIPES, RECIPES, rank, sbatch
+from recipes.launch_command import _run_script, main
 from recipes.run_folder import RunFolder
 
 SMALL = "qwen3_30b_a3b_proxy"
@@ -307,25 +307,6 @@ def test_a_container_has_its_own_python_and_sees_the_run(tmp_path, capsys):
     assert "' rank python3 -m recipes.rank" in text and "python3 -m hybrid_ep.cli doctor" in text
     own = sbatch_lines(capsys, tmp_path, SMALL, "--container", "img", "--container-python", "/opt/py")[0]
     assert any("' rank /opt/py -m recipes.rank" in line for line in own)
-
-
-def test_changes_are_read_with_the_safe_loader():
-    read = parse_changes(["a.b=1", "c=x y", "d=", "lr=3e-4", "e=1E+2", "f=1e5x", "g=-.5e3"])
-    assert read == {"a.b": 1, "c": "x y", "d": "", "lr": 3e-4, "e": 100.0, "f": "1e5x", "g": -500.0}
-    with pytest.raises(ValueError, match="KEY|not valid YAML"):
-        parse_changes(["a=!!python/object/apply:os.getcwd []"])
-    read = parse_changes(["a=off", "b=no", "c=yes", "d=true", "e=False", "f=on", "g=~", "h=y"])
-    assert read == {"a": "off", "b": "no", "c": "yes", "d": True, "e": False, "f": "on", "g": "", "h": "y"}
-    run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
-    off = parse_changes(["balance=off", "fp8_params=no", "overlap=no", "expandable_segments=off"])
-    made = run.derive(**off)
-    assert (made.balance, made.fp8_params, made.overlap, made.expandable_segments) == ("off", "no", False, False)
-    assert run.derive(**parse_changes(["overlap=yes"])).overlap is True
-    small = get_recipe("tiny_cpu").derive(parallel=parse_changes(["balance=off", "grouped_gemm=on"]))
-    assert (small.parallel.balance, small.parallel.grouped_gemm) == ("off", True)
-    with pytest.raises(ValueError, match="overlap='maybe': must be of type bool"):
-        run.derive(**parse_changes(["overlap=maybe"]))
-    assert safe_yaml.load("x: [1e-3, 2]", "file") == {"x": [1e-3, 2]}
 
 
 def test_without_yaml_the_remedy_is_named(monkeypatch, capsys, tmp_path):

@@ -369,3 +369,31 @@ def test_registered_memory_does_not_overlap(num_ranks, more, num_layers):
             assert ends[-1] <= room and not any(at % 64 for at, _ in spans)
         positions = [p for p, _, _, count in layout.runs(rank, 0, num_experts) for p in range(p, p + count)]
         assert positions == list(range(num_experts))
+
+
+def test_a_callback_that_fails_ends_the_store_and_says_so():
+    layout = WeightLayout(4, 2, 1, SHAPES, torch.float32, 2)
+
+    def run(rank, group):
+        store = ExpertStore(group, layout, timeout_s=2)
+        store.open_gradients()
+
+        def add(layer, n, parts):
+            if rank == 0:
+                raise ArithmeticError("no room")
+
+        if rank:
+            store.bring_home(add)
+            with pytest.raises(DeadlineError, match="from rank 0|by rank 0"):
+                store.bring_home(add)
+            return True
+        with pytest.raises(ArithmeticError, match="no room"):
+            store.bring_home(add)
+        begin = time.monotonic()
+        for call in (lambda: store.bring_home(add), lambda: store.add_gradients(0, [])):
+            with pytest.raises(BufferFailedError, match="bring_home ended half-way: ArithmeticError: no room"):
+                call()
+        assert time.monotonic() - begin < 1, "it waits for nobody, itself least"
+        return True
+
+    assert all(VirtualWorld(1, 2).run(run))
