@@ -18,7 +18,6 @@ enum class Site : uint16_t {
   kRailCall,             // never comes: a rail peer is in another call, or means rows of other sizes
   kHeaders,              // never comes: another rank means a different call, and no host saw it
   kLanding,              // never comes: a rank of this node is in another operation, or means rows of other sizes
-  kReading,              // never comes: a rank of this node means rows of another type or size in this combine
   kRowsLanded,           // receive rows, stored by ranks of this node
   kPartialRows,          // partial rows of a rank of this node
   kLatencyHeader,        // latency path: the header of a rank's slab
@@ -49,7 +48,6 @@ inline const char* site_name(Site s) {
     case Site::kRailCall: return "rail_differs";
     case Site::kHeaders: return "headers_differ";
     case Site::kLanding: return "landing_differs";
-    case Site::kReading: return "reading_differs";
     case Site::kRowsLanded: return "rows_landed";
     case Site::kPartialRows: return "partial_rows";
     case Site::kLatencyHeader: return "latency_header";

@@ -37,8 +37,6 @@ struct alignas(16) Reading {
   HEP_HOST_DEVICE bool means_rows_of(const Reading& mine) const {
     return row_bytes == mine.row_bytes && partial_bytes == mine.partial_bytes && types == mine.types;
   }
-  // For a timeout report: bytes of a row, and behind them the types as two hexadecimal digits.
-  HEP_HOST_DEVICE uint64_t rows_said() const { return uint64_t(row_bytes) << 8 | types; }
 };
 static_assert(sizeof(Reading) == sizeof(Landing) && offsetof(Reading, epoch) == offsetof(Landing, epoch) &&
               offsetof(Reading, kind) == offsetof(Landing, metadata_bytes));

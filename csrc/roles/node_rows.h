@@ -23,7 +23,8 @@ struct NodeRows {
   static constexpr uint32_t kWords = sizeof(Words) / sizeof(Vec16);
   RecordWindow<A> records;
   Vec16* const ranks;    // [L] RowsOfRank, shared memory
-  uint32_t* const seen;  // [L], likewise: 1 + the group of each rank's partials that was waited for last; 0 = none yet
+  uint32_t* const seen;  // [L], likewise: 1 + the group of each rank's partials that was waited for last; 0 = none yet,
+                         // kNever = there will be none: its rows are of another type or size than this rank's
   uint32_t* const seen_weights;  // [L], likewise of their weights
   uint64_t epoch = 0, node_rows = 0, self_rows = 0, node_payloads = 0, self_payloads = 0;
 
@@ -45,15 +46,12 @@ struct NodeRows {
     epoch = p.gate.epoch();
     for (int l = kTogether ? a.lane() : 0; l < p.world.num_local_ranks; l += kTogether ? A::kLanes : 1) {
       const auto said = p.gate.template said<Reading>(a, uint32_t(l));
-      const bool meant = said.is_of(epoch);
-      const WaitInfo differs{Site::kReading, p.world.rank_of(p.world.node(), l)};
-      while (meant && !said.means_rows_of(p.reading)) a.poll_idle(differs, p.reading.rows_said(), said.rows_said());
+      const bool here = said.is_of(epoch), meant = here && said.means_rows_of(p.reading);
       const auto* const recv = p.peers.recv[l];
       const auto words =
           std::bit_cast<Words>(RowsOfRank{recv + said.x, recv, meant ? said.from : SumFrom::kPartials, said.rows, {}});
       for (uint32_t i = 0; i < kWords; ++i) a.st_shared(ranks + uint32_t(l) * kWords + i, words.v[i]);
-      a.st_shared(seen + l, 0u);
-      a.st_shared(seen_weights + l, 0u);
+      for (uint32_t* groups : {seen, seen_weights}) a.st_shared(groups + l, here && !meant ? kNever : 0u);
     }
     return !kTogether || a.warp_whole();
   }
@@ -83,6 +81,7 @@ struct NodeRows {
 
  private:
   static constexpr bool kAddsParts = TileMath<A>::kReadsRows;
+  static constexpr uint32_t kNever = 1u << 31;
 
   struct Pairs {  // of a record
     const uint64_t* entries;
@@ -142,8 +141,9 @@ struct NodeRows {
     return said.x + uint64_t(i + (injected(Bug::kReadOneRowOff) && i + 1 < said.rows)) * feed.payload_row_bytes();
   }
   HEP_DEVICE void await(PartialFlags::Part part, uint32_t* groups, uint32_t owner, uint32_t group) {
-    if (a.ld_shared(groups + owner) == group + 1) return;
-    p.partials.await(a, part, owner, group, epoch);
+    const uint32_t last = a.ld_shared(groups + owner);
+    if (last == group + 1) return;
+    p.partials.await(a, part, owner, group, epoch | uint64_t(last & kNever) << 32);
     a.st_shared(groups + owner, group + 1);
   }
 };
