@@ -54,7 +54,8 @@ def predict(run: ClusterRun) -> str:
     share = f"{job.share_of_peak:.0%} of peak in compute, {efficiency.of(job.cluster, job.dtype).source}"
     return "\n".join(
         [
-            f"step time: {step.seconds:.2f} s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
+            f"step time: {step.seconds:.2f} s, {step.tokens_per_s_per_gpu:,.0f} tokens/s and "
+            f"{step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
             f"{share}, {again}{hidden}, no load imbalance, nodes that differ by {job.cv_slow:.1%})",
             training.said_of(job),
             *_side_by_side(run, job),
@@ -118,7 +119,7 @@ def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
     own = found[0]
     rival = min((c for c in found if c.name != own.name), key=lambda c: c.seconds, default=own)
     if not any(c.name == "deepep_v1" for c in found):
-        lines.append(f"  {'deepep_v1':<10}{'-':>5}{'-':>9}{'-':>13}  no rate of it is published for this")
+        lines.append(f"  {'deepep_v1':<10}{'-':>5}{'-':>9}{'-':>13}  the model has no rate of it for this")
     if rival.seconds < (1 - _CLOSE) * own.seconds:
         best, change = min(((c, c.change) for c in found if c.change is not None), key=lambda c: c[0].seconds)
         remedy = (

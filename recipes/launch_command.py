@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help=f"one of {', '.join([*CLUSTER_RECIPES, *RECIPES])}")
     parser.add_argument("--list", action="store_true", help="list the recipes and leave")
     parser.add_argument(
-        "--layouts", action="store_true", help="of a GPU recipe: print the layouts that fit, fastest first, and leave"
+        "--layouts", action="store_true", help="of a GPU recipe: print the fastest layouts that fit, and leave"
     )
     parser.add_argument("--nodes", type=int, help="hosts (default: the recipe's; 1 for a CPU recipe)")
     parser.add_argument("--tasks-per-node", type=int, help="ranks a host, CPU recipes only")

@@ -80,7 +80,8 @@ def table(run: ClusterRun, watch: Callable[[Iterable[Any]], Iterable[Any]] = ite
     lines = [
         f"{run.recipe} on {run.num_gpus} x {run.hardware.gpu}, {run.precision}, global batch {run.global_batch_size}: "
         f"layouts that fit {room:.1f} GB",
-        "by the model; nothing was measured, and a lead of a few per cent is none",
+        "by the model; nothing was measured, and a lead of a few per cent is none: within 1 % those that change least "
+        "come first",
         f"  {'step s':>7}{'GB':>7}{'SMs':>5}  layout",
     ]
     rows = [(layout, "") for layout in found]

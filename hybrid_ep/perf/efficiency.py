@@ -18,7 +18,8 @@ FITTED = {
     ("B200", "fp8"): 0.1085,
     ("B300", "fp8"): 0.1583,
 }
-# GPUs of which no step was published in a precision, and whose number is taken.
+# GPUs of which no step was published in a precision, and whose number is taken: where both have one in fp8, scaled as
+# these are to each other, or a GPU that reaches half of the other's share in fp8 would seem twice as fast in bf16.
 STANDS_IN = {
     ("H200", "bf16"): "H100",
     ("H200", "fp8"): "H100",
@@ -57,5 +58,11 @@ def of(cluster: Cluster, dtype: str) -> Efficiency:
             f"cluster={cluster.name!r}: no published step of {gpu} in {precision} to take the efficiency "
             "from; give efficiency"
         )
-    said = f"as published steps of {other} in {precision} have it"
-    return Efficiency(FITTED[other, precision], said + (f", for want of any of {gpu}" if other != gpu else ""))
+    said, share = f"as published steps of {other} in {precision} have it", FITTED[other, precision]
+    if other == gpu:
+        return Efficiency(share, said)
+    said += f", for want of any of {gpu}"
+    if precision == "bf16" and (gpu, "fp8") in FITTED:
+        share *= FITTED[gpu, "fp8"] / FITTED[other, "fp8"]
+        said += ", times what it reaches of their share in fp8"
+    return Efficiency(share, said)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import efficiency, models
-from hybrid_ep.perf.efficiency import gpu_word, precision_class
+from hybrid_ep.perf.efficiency import STANDS_IN, gpu_word, precision_class
 from hybrid_ep.perf.step_time import CV_SLOW, Job, calibrate, step
 
 _DATA = Path(__file__).parent / "data"
@@ -112,14 +112,17 @@ def _fitted(row: Row) -> float:
 
 
 def nearest(job: Job) -> Row:
-    """The published row that a prediction is best compared with: the same GPU first, then model, precision, size; of
-    equally near ones the newest."""
+    """The published row that a prediction is best compared with: the same GPU first, or else that whose efficiency is
+    taken, then model, precision, size; of equally near ones the newest."""
     return min((*reversed(later()), *reversed(rows())), key=lambda row: distance(row, job))
 
 
-def distance(row: Row, job: Job) -> tuple[bool, bool, bool, float]:
+def distance(row: Row, job: Job) -> tuple[int, bool, bool, float]:
+    gpu, precision = gpu_word(job.cluster), precision_class(job.dtype)
+    near = [gpu, STANDS_IN.get((gpu, precision), gpu)]
+    theirs = gpu_word(row.job.cluster)
     return (
-        gpu_word(row.job.cluster) != gpu_word(job.cluster),
+        near.index(theirs) if theirs in near else len(near),
         row.job.model.name != job.model.name,
         precision_class(row.job.dtype) != precision_class(job.dtype),
         abs(math.log(row.job.gpus / job.gpus)) + abs(math.log(row.job.ep / job.ep)),
@@ -132,7 +135,7 @@ def said_of(job: Job) -> str:
     published, predicted = row.tokens_per_s, row.predicted()
     return (
         f"nearest published step: {row}: {published:,.0f} tokens/s a GPU; this model says {predicted:,.0f} of it, "
-        f"{percent(predicted / published - 1)}"
+        f"{percent(predicted / published - 1)}{' (it is among the rows that set the efficiency)' if row.fits else ''}"
     )
 
 

@@ -84,7 +84,8 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def _list(releases: tuple[tuple[int, int], ...]) -> str:
-    return " and ".join(f"{major}.{minor}" for major, minor in releases)
+    *most, last = (f"{major}.{minor}" for major, minor in releases)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def megatron(required: bool = False) -> Found:
@@ -152,7 +153,7 @@ PARTS = (
         "NVSHMEM",
         ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
         "",
-        ((3, 4), (3, 8)),
+        ((3, 4), (3, 7), (3, 8)),
         "kernels compiled and linked, run on no NIC",
         f"used between nodes only; after installing one of those: {build_remedy('--nvshmem')}",
     ),

@@ -137,7 +137,7 @@ def test_what_was_never_tested_is_called_so(monkeypatch, capsys, gpu):
     for name in ("Transformer Engine 2.9.0", "apex of unknown version", "NVSHMEM 3.3.20", "NCCL 2.30.7"):
         assert software.NOT_TESTED in found[name].text
         assert found[name].status == (WARN if gpu else OK) and bool(found[name].remedy) == gpu
-    assert "(tested: 3.4 and 3.8)" in found["NVSHMEM 3.3.20"].text
+    assert "(tested: 3.4, 3.7 and 3.8)" in found["NVSHMEM 3.3.20"].text
 
 
 def test_what_is_missing_is_named_in_one_line(monkeypatch, capsys):

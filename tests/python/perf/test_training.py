@@ -62,7 +62,7 @@ def test_rows_of_later_releases_set_nothing_and_come_out_too_slow():
 
 def test_of_equally_near_steps_the_newest_is_named():
     job = next(row for row in training.later() if row.source.endswith("26.08")).job
-    same = [row for row in training.later() if training.distance(row, job) == (False, False, False, 0)]
+    same = [row for row in training.later() if training.distance(row, job) == (0, False, False, 0)]
     assert len(same) > 3 and training.nearest(job).source == "Megatron Bridge 26.08"
 
 
@@ -79,6 +79,27 @@ def test_the_nearest_step_is_of_the_same_gpu_then_model():
     assert "deepseek_v3 on 256 GB200, mxfp8, EP 64, PP 4" in training.said_of(job)
     mixtral = Job(models.get("mixtral_8x7b"), clusters.get("b200_8x400g"), 16, 8)
     assert training.nearest(mixtral).group[0] == "B200"
+
+
+def test_a_gpu_without_rows_is_compared_with_the_one_whose_efficiency_it_takes():
+    for name, theirs in (("h200_8x400g", "H100"), ("h800_8x400g", "H100"), ("gb300_nvl72", "GB300")):
+        job = Job(models.get("qwen3_235b_a22b"), clusters.get(name), 256, 32, 4, dtype="mxfp8")
+        assert training.nearest(job).group[0] == theirs, name
+
+
+@pytest.mark.parametrize("name", ["b200_8x400g", "b300_8x800g"])
+def test_no_gpu_seems_twice_as_fast_in_bf16(name):
+    def seconds(dtype):
+        return step(Job(models.get("deepseek_v3"), clusters.get(name), 512, 32, 4, dtype=dtype)).seconds
+
+    assert seconds("bf16") > 0.95 * seconds("mxfp8")
+    assert "times what it reaches of their share in fp8" in efficiency.of(clusters.get(name), "bf16").source
+
+
+def test_a_row_that_set_the_efficiency_says_so():
+    fitted, held_out = (next(row for row in training.rows() if row.fits is fits) for fits in (True, False))
+    assert "(it is among the rows that set the efficiency)" in training.said_of(fitted.job)
+    assert "set the efficiency" not in training.said_of(held_out.job)
 
 
 def test_a_gb300_is_a_gb200_with_more_memory_and_a_faster_rail():

@@ -39,7 +39,7 @@ def test_every_variant_fits_and_describes_itself(name, hardware):
     run = CLUSTER_RECIPES[name](hardware)
     text = describe(run)
     assert f"{memory.registered_bytes(run):,} bytes" in text
-    assert re.search(r"step time: \d+\.\d\d s, \d+ TFLOP/s a GPU", text)
+    assert re.search(r"step time: \d+\.\d\d s, [\d,]+ tokens/s and \d+ TFLOP/s a GPU", text)
     layers = "".join("".join(chunks) for chunks in run.stages())
     assert layers.count("t") == run.architecture.num_layers
 
