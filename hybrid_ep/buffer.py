@@ -410,8 +410,7 @@ class HybridEPBuffer(PlansClones, Meters, Named):
         if use_fp8 is not None:
             config.use_fp8 = validation.flag("use_fp8", use_fp8)
         config.set(**kwargs)
-        for name, (value, least, most) in config.limits().items():
-            validation.integer(name, value, least, most=most)
+        validation.template(config)
         self.config = self.configurer.buffer_config = config
         return copy.copy(config)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybrid_ep import _core
-from hybrid_ep.env import MOST_BLOCKS
 
 DEFAULT_CHUNK_TOKENS = _core.BufferShape.default_chunk_tokens  # of a rail message
 
@@ -106,21 +105,6 @@ class HybridEpConfigInstance:
         }
         own = {f"num_of_blocks_{op}": getattr(self, f"num_of_blocks_{op}") for op in ("permute", "unpermute")}
         return values | {name: value for name, value in own.items() if value is not None}
-
-    def limits(self) -> dict[str, tuple[Any, int, int]]:
-        """(value, least, most) of the fields with an effect, but for those that are None."""
-        most = (1 << 31) - 1
-        sizes = {
-            "hidden_dim": (0, most),
-            "max_num_of_tokens_per_rank": (0, most),
-            "num_of_experts_per_rank": (1, 1 << 20),
-            "pad_multiple": (0, 1 << 16),
-            "num_of_blocks_preprocessing_api": (1, MOST_BLOCKS),
-        }
-        found = {name: (getattr(self, name), *of) for name, of in sizes.items() if getattr(self, name) is not None}
-        return found | {
-            name: (value, 1, MOST_BLOCKS if "blocks" in name else most) for name, value in self.tuned().items()
-        }
 
     def set(self, **overrides: Any) -> None:
         """Sets fields by name; ValueError for an unknown one."""

@@ -31,9 +31,10 @@ class Meters:
         in each dispatch that is given a routing and in each plan_clones, so that whoever is late for them, for its
         experts took longer, say, is here with its delay on all others; itself it waits for nobody.
 
-        Always counted: by the lane that waits, where it waits. Ranks that came while one was waited for count in full
-        on a GPU with up to 512 ranks, where each has a lane of its own, and not at all on a host. Not counted: calls by
-        a handle and the latency path, which exchange no counts, and what waits for rows."""
+        Always counted: by the lane that waits, where it waits. A rank that came while another was waited for counts in
+        full where each has a lane of its own, on a GPU with one node of up to 512 ranks; elsewhere for what it took
+        beyond the other, so that on a host, whose lane looks at one after the other, it may have 0. Not counted: calls
+        by a handle and the latency path, which exchange no counts, and what waits for rows."""
         return self._open_session().wait_seconds()
 
     def kernel_seconds(self) -> float:

@@ -30,18 +30,22 @@ def draw_all(
     draw_expert_load(folder / "expert_load", steps, num_ranks)
     draw_rank_load(folder / "rank_load", steps, num_ranks)
     drawn = ["loss", "expert_load", "rank_load"]
-    sent = [np.array(record["rank_sent"]) for record in steps if "rank_sent" in record]  # not in runs of older versions
-    if sent:  # a run that went on on other ranks: those it ended on
-        same = [matrix for matrix in sent if matrix.shape == sent[-1].shape]
-        traffic_picture.draw(folder / "traffic", np.sum(same, axis=0), ranks_per_node)
+    if sent := _of_its_last_ranks(steps, "rank_sent"):
+        traffic_picture.draw(folder / "traffic", np.sum(sent, axis=0), ranks_per_node)
         drawn.append("traffic")
-    waited = [np.array(record["rank_waited"]) for record in steps if "rank_waited" in record]
-    waited = [matrix for matrix in waited if matrix.shape == waited[-1].shape]
+    waited = _of_its_last_ranks(steps, "rank_waited")
     if np.sum(waited) > 0:
         traffic_picture.draw_waits(folder / "waits", np.mean(waited, axis=0), ranks_per_node)
         drawn.append("waits")
     *most, last = (str(folder / f"{name}.png") for name in drawn)
     return f"Plots: {', '.join(most)} and {last}, each as svg too"
+
+
+def _of_its_last_ranks(steps: list[dict[str, Any]], name: str) -> list[np.ndarray]:
+    """The matrices of ranks by ranks that steps have of this name, which those of older versions lack. A run may have
+    gone on on other ranks: those it ended on."""
+    found = [np.array(record[name]) for record in steps if name in record]
+    return [matrix for matrix in found if matrix.shape == found[-1].shape]
 
 
 def draw_loss(stem: Path, records: list[dict[str, Any]], entropy: float) -> None:

@@ -293,10 +293,8 @@ def _dispatch_backward(
     if grad is None:
         return nothing
     topk_idx, token = ctx.saved_tensors
-    summed = grad_rows is not None or ctx.dtype in SUMMABLE
-    if grad_rows is None:  # only the weights were used: the sum still moves whole rows
-        zeros = torch.zeros(ctx.rows, dtype=ctx.dtype, device=grad.device) if summed else None
-        grad_rows = eager.no_rows(ctx.rows[0], grad.device) if zeros is None else zeros
+    if grad_rows is None:  # only the weights were used
+        grad_rows = eager.zero_rows(ctx.rows, ctx.dtype, grad.device)
     grad_hidden, grad_dense = torch.ops.hybrid_ep.combine(
         grad_rows.contiguous(),
         grad_weights,
@@ -309,7 +307,7 @@ def _dispatch_backward(
         ctx.local_experts,
         ctx.node_experts,
     )
-    grad_hidden = grad_hidden if summed else None
+    grad_hidden = grad_hidden if ctx.dtype in SUMMABLE else None
     if grad_weights is None:
         return grad_hidden, *nothing[1:]
     if not ctx.weights_are_topk:

@@ -3,6 +3,7 @@ and what hybrid_ep.runtime.compiled's operators run inside a compiled graph."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,9 +66,12 @@ def run_combine(buffer: Buffer, permute: bool, **arguments: Any) -> Combined:
     return (buffer.combine_with_unpermute if permute else buffer.combine)(**arguments)
 
 
-def no_rows(num_rows: int, device: torch.device) -> Tensor:
-    """Zeros [num_rows, 8], the narrowest rows that a combine sums: for weights of rows of a type that it does not."""
-    return torch.zeros(num_rows, ROW_ALIGNMENT // 2, dtype=torch.bfloat16, device=device)
+def zero_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros for a combine that is to bring weights back alone: of dispatched rows [M, H] in a type that it sums whole
+    rows, as of ranks whose rows were used; in another, of which nobody sums any, the narrowest that it does sum."""
+    if dtype in SUMMABLE:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    return torch.zeros(shape[0], ROW_ALIGNMENT // 2, dtype=torch.bfloat16, device=device)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -102,13 +106,12 @@ class _Dispatch(torch.autograd.Function):
         if grad_rows is None and grad_weights is None:
             return nothing
         (empty, shape), (topk_idx,) = ctx.like, ctx.saved_tensors
-        summed = grad_rows is not None or empty.dtype in SUMMABLE
-        if grad_rows is None:  # only the weights were used: the sum still moves whole rows
-            grad_rows = empty.new_zeros(shape) if summed else no_rows(shape[0], empty.device)
+        if grad_rows is None:  # only the weights were used
+            grad_rows = zero_rows(shape, empty.dtype, empty.device)
         grad_hidden, grad_dense = run_combine(
             ctx.buffer, ctx.permute, hidden=grad_rows, probs=grad_weights, handle=ctx.handle
         )
-        back = grad_hidden if summed else None
+        back = grad_hidden if empty.dtype in SUMMABLE else None
         if grad_dense is None or not ctx.weights_are_topk:
             return *nothing[:3], back, None, None, None, grad_dense
         grad_topk = grad_dense.gather(1, topk_idx.long().clamp(min=0)).masked_fill(topk_idx < 0, 0.0)

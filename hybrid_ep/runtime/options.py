@@ -299,7 +299,7 @@ def parse(
     num_local_experts = validation.integer("num_local_experts", num_local_experts, 1, most=validation.MOST_EXPERTS)
     return Options(
         hidden_dim,
-        validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
+        validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, most=validation.MOST),
         num_local_experts,
         validation.flag("use_fp8", use_fp8),
         _blocks("num_sms_dispatch_api", num_sms_dispatch_api, env.get("HYBRID_EP_NUM_BLOCKS")),
@@ -316,7 +316,7 @@ def parse(
         table,
         arena_mib,
         num_blocks_exchange=_blocks("num_sms_preprocessing_api", num_sms_preprocessing_api),
-        latency_tokens=validation.integer("latency_tokens", latency_tokens, 0, most=(1 << 31) - 1),
+        latency_tokens=validation.integer("latency_tokens", latency_tokens, 0, most=validation.MOST),
         clones=clone_plans.checked_options(clones, num_local_experts),
         landing=landing,
     )

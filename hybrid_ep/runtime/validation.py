@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybrid_ep import env
 from hybrid_ep.runtime import tensors
 from hybrid_ep.runtime.handle_kinds import PERMUTED, HandleKind
 from hybrid_ep.runtime.plan import Plan, Routed
 
 if TYPE_CHECKING:
+    from hybrid_ep.config import HybridEpConfigInstance
     from hybrid_ep.runtime.topology import Topology
 
 DTYPES = tuple(
@@ -217,6 +219,22 @@ def group_experts(num_experts: Any, per_rank: Any, num_ranks: int) -> Any:
             f"the group's {num_ranks} ranks; give only one of them"
         )
     return per_rank * num_ranks
+
+
+def template(config: HybridEpConfigInstance) -> None:
+    """Of the fields with an effect, that later calls can use them."""
+    sizes = {
+        "hidden_dim": (0, MOST),
+        "max_num_of_tokens_per_rank": (0, MOST),
+        "num_of_experts_per_rank": (1, MOST_EXPERTS),
+        "pad_multiple": (0, MOST_PADDING),
+    }
+    for name, (least, most) in sizes.items():
+        integer(name, getattr(config, name), least, most=most)
+    blocks = config.num_of_blocks_preprocessing_api
+    tuned = config.tuned() | ({} if blocks is None else {"num_of_blocks_preprocessing_api": blocks})
+    for name, value in tuned.items():
+        integer(name, value, 1, most=env.MOST_BLOCKS if "blocks" in name else MOST)
 
 
 def deprecated(name: str, what: str) -> None:
