@@ -9,7 +9,6 @@ time alone, which stands for the capture.
 import contextlib
 import copy
 import weakref
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -20,7 +19,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from slow_programs import STEPS, Job, difference, initialize, shuffled
 
 import megatron_patches
-from megatron_patches import balance, settings
 from megatron_patches.balance import SlowManager
 from recipes.model import moe_layers
 
@@ -137,30 +135,6 @@ def watchers(tmp_path):
     for wanted in ({"load_stats": f"{tmp_path}/loads.jsonl", "load_stats_range": (1, 2)}, {"router_guard": "warn"}):
         said.append(message(wanted, "preprocess"))
         assert message(wanted, "attention") is None, message(wanted, "attention")
-    return said
-
-
-def whole_iterations():
-    """What is said of each way to balance in a graph of whole iterations; None where it works."""
-    config = SimpleNamespace(cuda_graph_impl="full_iteration", cuda_graph_modules=[])
-    asked = {"balance": "exact", "static_rows": "drop", "grouped_gemm": True}
-    said = []
-    for changed in (
-        {},
-        {"grouped_gemm_backend": "triton", "balance_push": "kernels"},
-        {"balance": "both"},
-        {"static_rows": "grow"},
-        {"static_rows": None},
-        {"balance_push": "torch"},
-        {"grouped_gemm": False},
-        {"grouped_gemm_backend": "torch"},
-    ):
-        wanted = settings.Settings.of(**{**asked, **changed})
-        try:
-            how = wanted.balance.clones, wanted.experts.grouped, balance.asks_no_host(wanted)
-            said.append(balance.check_supported(config, 1, wanted.balance.mode, *how))
-        except ValueError as error:
-            said.append(str(error))
     return said
 
 

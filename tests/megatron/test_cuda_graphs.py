@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from test_balance_slow import run as run_program
 
-from megatron_patches import graphs
+from megatron_patches import balance, graphs, settings
 
 MEGATRON_MINOR = int(importlib.metadata.version("megatron-core").split(".")[1])
 replayed = pytest.mark.skipif(
@@ -97,11 +97,35 @@ def test_what_looks_at_routing_is_refused_with_a_graphed_router(tmp_path):
         assert "with --cuda-graph-modules attn moe_preprocess moe_router" in one, said
 
 
-def test_whole_iterations_are_for_what_asks_nothing_of_the_host():
-    plain, named, *refused = run("whole_iterations", 1)[0]
-    assert plain is named is None
-    for text in refused:
-        assert "--cuda-graph-impl full_iteration" in text and "--hybrid-ep-static-rows drop" in text, text
+def said_of_whole_iterations(**changed):
+    """What is said of a way to balance in a graph of whole iterations; None where it works."""
+    asked = {"balance": "exact", "static_rows": "drop", "grouped_gemm": True}
+    wanted = settings.Settings.of(**{**asked, **changed})
+    config = SimpleNamespace(cuda_graph_impl="full_iteration", cuda_graph_modules=[])
+    how = wanted.balance.clones, wanted.experts.grouped, balance.asks_no_host(wanted)
+    return balance.check_supported(config, 1, wanted.balance.mode, *how)
+
+
+@pytest.mark.parametrize("changed", [{}, {"grouped_gemm_backend": "triton", "balance_push": "kernels"}])
+def test_whole_iterations_are_for_what_asks_nothing_of_the_host(changed):
+    assert said_of_whole_iterations(**changed) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"balance": "both"},
+        {"static_rows": "grow"},
+        {"static_rows": None},
+        {"balance_push": "torch"},
+        {"grouped_gemm": False},
+        {"grouped_gemm_backend": "torch"},
+    ],
+)
+def test_whole_iterations_and_what_asks_the_host(changed):
+    with pytest.raises(ValueError, match="--cuda-graph-impl full_iteration") as refused:
+        said_of_whole_iterations(**changed)
+    assert "--hybrid-ep-static-rows drop" in str(refused.value)
 
 
 @pytest.mark.parametrize(
