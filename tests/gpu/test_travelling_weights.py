@@ -111,6 +111,11 @@ def asleep(seconds, streams):
             torch.cuda._sleep(int(seconds * SECOND))
 
 
+def told_apart(turn, layer, n):
+    """Every element of a gradient: another number wherever a staging buffer is used again."""
+    return float(turn * 100 + layer * 10 + n + 1)
+
+
 def train_late(rank, group, late, seconds):
     """Two versions, each read forward, and then gradients that go home twice, issued without a wait of the host but for
     the other rank's counters. Rank 1's streams sleep where `late` says. Whether everything was right."""
@@ -120,7 +125,6 @@ def train_late(rank, group, late, seconds):
     prefetcher = WeightPrefetcher(store)
     compute, memory = torch.cuda.current_stream(), store.memory
     weights = [own_weights(layout, rank, version, "cuda") for version in range(3)]
-    ones = [torch.ones(2, *shape, device="cuda") for shape in SHAPES]
     sums = {turn: [[torch.zeros(2, *s, device="cuda") for s in SHAPES] for _ in range(3)] for turn in (1, 2)}
     seen = []
 
@@ -149,7 +153,10 @@ def train_late(rank, group, late, seconds):
         if turn == 2:
             sleep("sums", [compute])
         for layer in range(3):
-            store.add_gradients(layer, [[one * turn] for one in ones])
+            given = [
+                torch.full((2, *shape), told_apart(turn, layer, n), device="cuda") for n, shape in enumerate(SHAPES)
+            ]
+            store.add_gradients(layer, [[part] for part in given])
         if turn == 1:
             sleep("the way home", memory.homeward.streams)
         store.bring_home(add)
@@ -161,7 +168,12 @@ def train_late(rank, group, late, seconds):
         for layer, version, stacks in seen
         for stack, wanted in zip(stacks, others(layout, rank, layer, version), strict=True)
     ]
-    right += [bool((one == turn).all()) for turn, layers in sums.items() for total in layers for one in total]
+    right += [
+        bool((total == told_apart(turn, layer, n)).all())
+        for turn, layers in sums.items()
+        for layer, totals in enumerate(layers)
+        for n, total in enumerate(totals)
+    ]
     return all(right)
 
 
