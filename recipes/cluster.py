@@ -12,14 +12,14 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid_ep.cli import names
+from hybrid_ep.hardware import clusters
 from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES, Balance
 
 from . import safe_yaml
 from .architecture import Architecture
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
-# Of Megatron's --recompute-modules those that these models can have, besides none, full and selective.
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 MOMENTS = ("fp32", "bf16")
 SHARDING = ("distributed_optimizer", "megatron_fsdp")
 DISPATCHERS = ("hybrid_ep", "alltoall")
@@ -86,7 +86,6 @@ HARDWARE = {
         ),
     )
 }
-OLD_NAMES = {"b200_8": "b200_8x400g"}
 # Megatron's pipeline letters: embedding, transformer layer, multi-token prediction, loss.
 _STAGE = re.compile(r"E?t*m?L?")
 
@@ -181,8 +180,9 @@ class ClusterRun:
             "balance_interval",
         ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
+        remedy = names.dispatcher_remedy(self.dispatcher, DISPATCHERS)
+        _require(self.dispatcher in DISPATCHERS, "dispatcher", self.dispatcher, remedy)
         for name, known in (
-            ("dispatcher", DISPATCHERS),
             ("precision", PRECISIONS),
             ("moments", MOMENTS),
             ("sharding", SHARDING),
@@ -306,12 +306,7 @@ class ClusterRun:
             "moe": self.overlap and "it cannot be combined with overlap",
         }
         for name in self.recompute_modules:
-            _require(
-                name in RECOMPUTE_MODULES,
-                "recompute",
-                self.recompute,
-                f"use none, selective, full, or some of {','.join(RECOMPUTE_MODULES)}",
-            )
+            _require(name in names.RECOMPUTE_MODULES, "recompute", self.recompute, names.RECOMPUTE_REMEDY)
             _require(not lacking.get(name), "recompute", self.recompute, f"leave {name} out: {lacking.get(name)}")
 
     @property
@@ -454,6 +449,8 @@ class ClusterRun:
             _require(name in known, name, value, f"unknown; choose one of {', '.join(known)}")
             changes[name] = value = safe_yaml.as_type(value, known[name])
             _require(type(value) is known[name], name, value, f"must be of type {known[name].__name__}")
+        if "dispatcher" in changes:
+            changes["dispatcher"] = names.dispatcher(changes["dispatcher"])
         return dataclasses.replace(self, **changes)
 
 
@@ -463,9 +460,12 @@ def layout(variants: dict[str, dict[str, Any]], hardware: Hardware) -> dict[str,
 
 
 def get_hardware(name: str) -> Hardware:
-    """ValueError lists what there is. Names of earlier releases are understood."""
-    name = OLD_NAMES.get(name, name)
-    _require(name in HARDWARE, "hardware", name, f"use one of {', '.join(HARDWARE)}")
+    """ValueError lists what there is, and says who knows a cluster without layouts. Old names are understood."""
+    name = names.OLD_CLUSTERS.get(name, name)
+    others = "; simulate, report, tune and bench predict it" if name in clusters.CLUSTERS else ""
+    _require(
+        name in HARDWARE, "cluster", name, f"recipes have no layouts for it, use one of {', '.join(HARDWARE)}{others}"
+    )
     return HARDWARE[name]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hybrid_ep.cli import names
 from hybrid_ep.cli.outputs import count
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import efficiency, models, recommend, step_time, training
+from hybrid_ep.perf import models, recommend, step_time, training
 
 from . import memory
 from .cluster import ClusterRun
@@ -51,12 +52,12 @@ def predict(run: ClusterRun) -> str:
         "moe": f"experts computed twice{rows}, ",
         "full": f"all layers computed twice{rows}, ",
     }[_recompute(run)]
-    share = f"{job.share_of_peak:.0%} of peak in compute, {efficiency.of(job.cluster, job.dtype).source}"
     return "\n".join(
         [
             f"step time: {step.seconds:.2f} s, {step.tokens_per_s_per_gpu:,.0f} tokens/s and "
             f"{step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
-            f"{share}, {again}{hidden}, no load imbalance, nodes that differ by {job.cv_slow:.1%})",
+            f"{step_time.said_of_compute(job)}, {again}{hidden}, no load imbalance, nodes that differ by "
+            f"{job.cv_slow:.1%})",
             training.said_of(job),
             *_side_by_side(run, job),
             f"the same by another verb: {command_of(job)}",
@@ -135,8 +136,8 @@ def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
 
 
 def _recompute(run: ClusterRun) -> str:
-    """In the step model's words; modules but the MoE layer itself are cheap, and free there."""
-    return "full" if run.recompute == "full" else "moe" if "moe" in run.recompute_modules else "none"
+    """In the step model's words."""
+    return names.modelled_recompute(run.recompute)
 
 
 def job_of(run: ClusterRun) -> step_time.Job:
@@ -152,7 +153,7 @@ def job_of(run: ClusterRun) -> step_time.Job:
         run.seq_length,
         run.num_microbatches,
         dtype=run.precision,
-        dispatcher="a2a" if run.dispatcher == "alltoall" else run.dispatcher,
+        dispatcher=names.modelled_dispatcher(run.dispatcher),
         num_sms=run.num_sms,
         tensor=run.tensor,
         recompute=_recompute(run),

@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from hybrid_ep.cli import names
 from megatron_patches.settings import BALANCE_MODES, CLONE_REACHES, DISPATCH_DTYPES
 
 from . import safe_yaml
@@ -221,7 +222,7 @@ class ParallelConfig:
             self.dispatcher in DISPATCHERS,
             "parallel.dispatcher",
             self.dispatcher,
-            f"choose one of {', '.join(DISPATCHERS)}",
+            names.dispatcher_remedy(self.dispatcher, DISPATCHERS),
         )
         _require(
             self.dispatch_dtype in DISPATCH_DTYPES,
@@ -426,6 +427,8 @@ class RunConfig:
         for name, value in changes.items():
             current = getattr(self, name)
             if dataclasses.is_dataclass(current) and not isinstance(current, type) and isinstance(value, dict):
+                if name == "parallel" and "dispatcher" in value:
+                    value = {**value, "dispatcher": names.dispatcher(value["dispatcher"])}
                 value = _from_dict(type(current), {**dataclasses.asdict(current), **value}, name)
             replaced[name] = value
         return dataclasses.replace(self, **replaced)

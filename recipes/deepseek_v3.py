@@ -41,9 +41,10 @@ ARCHITECTURE = Architecture(
     rope_mscale=1.0,
     rope_mscale_all_dim=1.0,
 )
-# Sixteen and thirty-two chunks: embedding, MTP and loss count as a layer each.
+# Sixteen, thirty-two and sixty-four chunks: embedding, MTP and loss count as a layer each.
 _CHUNKS_16 = "Et*3|(tttt|)*14ttmL"
 _CHUNKS_32 = "Et|(tt|)*30mL"
+_CHUNKS_64 = "E|(t|)*61m|L"
 # Sizes and SMs are the performance model's, within some per cent of the fastest that fits with room to spare:
 # docs/results/recipe-layouts.md. On B200 they are those of Megatron Bridge's summary of 26.02, EP 8 and PP 16.
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -58,7 +59,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         num_sms=8,
         global_batch_size=8192,
     ),
-    "h200_8x400g": dict(virtual_pipeline=2, expert=8, pipeline_layout=_CHUNKS_32, num_sms=16),
+    "h200_8x400g": dict(tensor=1, virtual_pipeline=4, pipeline_layout=_CHUNKS_64),
     "b200_8x400g": dict(
         num_hosts=32,
         tensor=1,

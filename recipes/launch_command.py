@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep import local_ranks
-from hybrid_ep.cli import UsageError
+from hybrid_ep.cli import UsageError, names
 from hybrid_ep.cli.parser import Parser, warn_renamed
 from hybrid_ep.cli.progress import track
+from hybrid_ep.hardware import clusters
 
 from . import CLUSTER_RECIPES, RECIPES, cluster_summary, get_recipe, launch_checks, launch_slurm, safe_yaml, sbatch
 from .__main__ import list_recipes
-from .cluster import HARDWARE, OLD_NAMES, ClusterRun
+from .cluster import HARDWARE, ClusterRun
 from .config import RunConfig
 from .run_folder import RunFolder, new_folder
 from .verdict import EXIT_NOT_LEARNED, failed
@@ -60,13 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, help="hosts (default: the recipe's; 1 for a CPU recipe)")
     parser.add_argument("--tasks-per-node", type=int, help="ranks a host, CPU recipes only")
-    parser.add_argument(
-        "--cluster",
-        choices=[*HARDWARE, *OLD_NAMES],
-        metavar="NAME",
-        help=f"GPUs of a GPU recipe: {', '.join(HARDWARE)} (default {next(iter(HARDWARE))})",
-    )
-    parser.add_argument("--hardware", choices=[*HARDWARE, *OLD_NAMES], help=argparse.SUPPRESS)
+    names.add_cluster(parser.add_argument, f"GPUs of a GPU recipe, {next(iter(HARDWARE))} if not given", names=HARDWARE)
+    parser.add_argument("--hardware", type=names.cluster, choices=[*clusters.CLUSTERS], help=argparse.SUPPRESS)
     parser.add_argument(
         "--set",
         action="append",
@@ -113,22 +109,20 @@ def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
 
 
 def _new_spellings(args: argparse.Namespace) -> None:
-    """Old names of flags and hardware, each with a warning."""
+    """Old names of flags, with a warning; of clusters their flag knows them."""
     if args.hardware is not None:
         warn_renamed("--hardware", "--cluster")
         if args.cluster is not None:
             raise ValueError(f"--hardware {args.hardware}: the old name of --cluster {args.cluster}; give one")
         args.cluster, args.hardware = args.hardware, None
-    if args.cluster in OLD_NAMES:
-        warn_renamed(f"--cluster {args.cluster}", f"--cluster {OLD_NAMES[args.cluster]}")
-        args.cluster = OLD_NAMES[args.cluster]
 
 
 def _check_flags(args: argparse.Namespace) -> None:
     """ValueError for a flag that the call would ignore."""
 
-    def given(*names: str) -> str:
-        return " ".join("--" + name.replace("_", "-") for name in names if getattr(args, name) not in (None, False))
+    def given(*flags: str) -> str:
+        found = [name for name in flags if (value := getattr(args, name)) is not None and value is not False]
+        return " ".join("--" + name.replace("_", "-") for name in found)
 
     if args.resume is not None:
         if flags := given(*_OF_A_NEW_RUN, "slurm", "local").replace("--recipe", "RECIPE"):
@@ -224,10 +218,9 @@ def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) ->
 
 
 def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> _Plan:
-    from .megatron_arguments import environment, megatron_arguments
-
     folder = _folder(args, name)  # first: a name that is none is said before all else
     run = resolve_cluster(args, changes)
+    script = _script_of(args, name, folder, run)  # before anything is said: a wrong flag is all that is shown
     # What is not the script goes to stderr: a dry run's output may be saved as one.
     print(cluster_summary.describe(run), launch_checks.data(run), sep="\n", file=sys.stderr, flush=True)
     mounts = launch_slurm.mounts(args, folder) if args.container else None
@@ -238,18 +231,22 @@ def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
         launch_checks.require(run, mounts)
     for line in launch_checks.unseen(run, mounts):
         print(f"not looked for: {line}", file=sys.stderr)
+    return _Plan(script, run.num_hosts)
+
+
+def _script_of(args: argparse.Namespace, name: str, folder: str, run: ClusterRun) -> str:
+    from .megatron_arguments import environment, megatron_arguments
+
     arguments = megatron_arguments(run, f"{folder}/checkpoint", f"{folder}/tensorboard")
     module = ["-m", "megatron_patches", f"{run.megatron_path}/pretrain_gpt.py", *arguments]
     gpus, variables = run.hardware.gpus_per_host, environment(run)
     if args.slurm:
-        script = sbatch.script(
+        return sbatch.script(
             launch_slurm.make_job(
                 args, name, folder, run.num_hosts, gpus, [launch_slurm.python(args), *module], run, variables
             )
         )
-    else:
-        script = sbatch.local_script(str(Path.cwd()), _torchrun(gpus, module), variables)
-    return _Plan(script, run.num_hosts)
+    return sbatch.local_script(str(Path.cwd()), _torchrun(gpus, module), variables)
 
 
 def _folder(args: argparse.Namespace, name: str) -> str:

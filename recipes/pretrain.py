@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hybrid_ep.cli import names
+
 from . import RECIPES, get_recipe
 from .__main__ import list_recipes
 from .config import BALANCE_MODES, CLONE_REACHES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
@@ -37,7 +39,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, metavar="N", help="train for N steps in all")
     parser.add_argument("--stop-after", type=int, metavar="N", help="pause after step N, schedule unchanged")
     parser.add_argument("--seed", type=int, metavar="N", help="of the weights and the order of the text")
-    parser.add_argument("--dispatcher", choices=DISPATCHERS, help="who moves the tokens")
+    parser.add_argument(
+        "--dispatcher",
+        type=names.dispatcher_of(DISPATCHERS),
+        metavar="NAME",
+        help=f"who moves the tokens: one of {', '.join(DISPATCHERS)}",
+    )
     parser.add_argument("--dispatch-dtype", choices=DISPATCH_DTYPES, help="what the forward dispatch sends")
     parser.add_argument("--balance", choices=BALANCE_MODES, help="level the experts' load over ranks")
     parser.add_argument("--spare-slots", type=int, metavar="N", help="slots for clones on every rank")

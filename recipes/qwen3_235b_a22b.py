@@ -32,6 +32,7 @@ ARCHITECTURE = Architecture(
 # docs/results/recipe-layouts.md.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=32, tensor=2, pipeline=8, virtual_pipeline=4, expert=32, overlap=True, num_sms=8),
+    "h200_8x400g": dict(tensor=1, expert=16, num_sms=16),
     "b200_8x400g": dict(
         num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8", num_sms=24
     ),

@@ -29,15 +29,31 @@ ARCHITECTURE = Architecture(
     aux_loss="global_aux_loss",
 )
 # Sizes and SMs are the performance model's, within some per cent of the fastest that fits and spreads experts at all:
-# docs/results/recipe-layouts.md.
+# docs/results/recipe-layouts.md. A host takes as long to launch a layer for one sequence as for four, so that several
+# make a micro-batch where memory allows it; on Blackwell they are as many as in Megatron Bridge's summaries.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=512, num_sms=16),
     "h800_8x400g": dict(num_sms=8),
+    "h200_8x400g": dict(micro_batch_size=2),
     "b200_8x400g": dict(
-        num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=512, precision="mxfp8", num_sms=32
+        num_hosts=2,
+        tensor=1,
+        pipeline=1,
+        expert=8,
+        global_batch_size=512,
+        micro_batch_size=4,
+        precision="mxfp8",
+        num_sms=24,
     ),
     "gb200_nvl72": dict(
-        num_hosts=4, tensor=1, pipeline=1, expert=4, global_batch_size=512, precision="mxfp8", num_sms=32
+        num_hosts=4,
+        tensor=1,
+        pipeline=1,
+        expert=4,
+        global_batch_size=512,
+        micro_batch_size=4,
+        precision="mxfp8",
+        num_sms=32,
     ),
 }
 

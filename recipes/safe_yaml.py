@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from hybrid_ep.balance.plan_file import said_of_yaml
+
 _BOOL = "tag:yaml.org,2002:bool"
 _TRUTH = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
@@ -30,8 +32,7 @@ def load(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        said = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ValueError(f"{what}: not valid YAML ({said}{_place(error)})") from error
+        raise ValueError(f"{what}: not valid YAML ({said_of_yaml(error, text)})") from error
 
 
 def as_type(value: Any, wanted: type) -> Any:
@@ -43,9 +44,3 @@ def as_type(value: Any, wanted: type) -> Any:
     if wanted is bool and isinstance(value, str):
         return _WORDS.get(value.lower(), value)
     return value
-
-
-def _place(error: Exception) -> str:
-    """Where in the text, for people: of a marked error, else nothing."""
-    mark = getattr(error, "problem_mark", None)
-    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"

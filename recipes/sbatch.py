@@ -13,6 +13,8 @@ _ONE_THREAD = "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ATOM = re.compile(r"[A-Za-z0-9_.,:@%/+\[\]=-]+")
 _OPTION = re.compile(rf"(--)?[a-z][a-z0-9-]*(={_ATOM.pattern})?")
+# As sbatch's manual lists them; its parser takes -1 and INFINITE for UNLIMITED, in capitals or not.
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|-1|INFINITE|UNLIMITED", re.IGNORECASE)
 _PREFLIGHT_S = 900
 SIGNAL_S = 180  # from SIGTERM to the time limit: to finish a step and write a checkpoint
 
@@ -59,6 +61,11 @@ class Job:
             value = getattr(self, name)
             if value and not _ATOM.fullmatch(value):
                 raise ValueError(f"{name}={value!r}: goes into an #SBATCH line; use letters, digits and _.,:@/+-=")
+        if self.time and not _TIME.fullmatch(self.time):
+            raise ValueError(
+                f"time={self.time!r}: is no time of Slurm; write minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS "
+                "or UNLIMITED"
+            )
         for option in self.sbatch:
             if not _OPTION.fullmatch(option):
                 raise ValueError(f"sbatch={option!r}: goes into an #SBATCH line; write KEY=VALUE or KEY, no blanks")

@@ -8,6 +8,7 @@ published training steps give for the numbers of hybrid_ep/perf/efficiency.py. P
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import runpy
 import shutil
@@ -78,16 +79,12 @@ PARTS: dict[str, Callable[[bool], None]] = {
 
 def fit(source: str) -> str:
     """The text of efficiency.py with the numbers that published steps give now."""
-    from hybrid_ep.perf import efficiency
     from hybrid_ep.perf import training as steps
 
-    for gpu, precision in efficiency.FITTED:
-        number = steps.fit((gpu, precision))
-        source, found = re.subn(
-            rf'(\("{gpu}", "{precision}"\): )[\d.]+,', lambda m, n=number: f"{m[1]}{n:.4f},", source
-        )
+    for name, number in dataclasses.asdict(steps.fit()).items():
+        source, found = re.subn(rf"\b({name}=)[\d.e+-]+", lambda m, n=number: f"{m[1]}{n:.4g}", source)
         if found != 1:
-            raise ValueError(f"efficiency.py: FITTED has {found} lines for {gpu} in {precision}; write one")
+            raise ValueError(f"efficiency.py: FITTED has {found} numbers for {name}; write one")
     return source
 
 
@@ -105,7 +102,8 @@ def main(argv: Sequence[str]) -> None:
         from hybrid_ep.perf import efficiency
 
         EFFICIENCY.write_text(fit(EFFICIENCY.read_text()))
-        efficiency.FITTED.update(runpy.run_path(str(EFFICIENCY))["FITTED"])  # what follows goes by the new ones
+        new = dataclasses.asdict(runpy.run_path(str(EFFICIENCY))["FITTED"])
+        efficiency.FITTED = efficiency.Compute(**new)  # what follows goes by the new ones
         print(f"written: {EFFICIENCY.relative_to(ROOT)}")
     for name in names:
         PARTS[name](args.quick)

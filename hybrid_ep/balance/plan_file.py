@@ -24,12 +24,27 @@ def load(path: str | Path) -> tuple[np.ndarray, tuple[int, ...]]:
         raise ValueError("reading a placement file needs PyYAML: pip install pyyaml") from None
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
+    text = Path(path).read_text()
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(text)
         assigned = dict(sorted(content["initial_global_assignments"].items()))
         phy2log = np.array(list(assigned.values()), dtype=np.int64)
-    except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not a placement file ({said_of_yaml(error, text)})") from None
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: not a placement file ({type(error).__name__}: {error})") from None
     if phy2log.ndim != 2 or phy2log.shape[1] != content.get("num_slots"):
         raise ValueError(f"{path}: every layer must list num_slots={content.get('num_slots')} experts")
     return phy2log, tuple(int(layer) for layer in assigned)
+
+
+def said_of_yaml(error: Exception, text: str) -> str:
+    """A PyYAML error over `text` in one line: what is wrong, at which line and column."""
+    mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
+    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    line, column = (mark.line, mark.column) if mark is not None else (None, None)
+    if mark is None and isinstance(position, int):  # of a character that YAML does not have
+        before = text[:position]
+        line, column = before.count("\n"), position - before.rfind("\n") - 1
+    place = "" if line is None or column is None else f", line {line + 1}, column {column + 1}"
+    return " ".join(what.split()) + place

@@ -101,6 +101,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Bad input ends as a usage error: exit code 2 and one line."""
     outputs.check(args, picture_files=True)
+    outputs.check_file("-o", getattr(args, "out", None))
     try:
         return (run_report if args.balance_command == "report" else run_plan)(args)
     except ValueError as error:

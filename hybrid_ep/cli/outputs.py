@@ -1,13 +1,16 @@
 """What every command writes beside its text, and under which flags: `--json FILE` and `--plot FOLDER`.
 
-Both are checked before any work is done, and what was written is said in one form: `# written: PATH`. With `--json -`
+Both, and the files of other flags, are checked before any work is done, and what was written is said in one form:
+`# written: PATH`. With `--json -`
 the document goes to stdout and the text for people to stderr."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -40,14 +43,13 @@ def check(args: argparse.Namespace, picture_files: bool = False) -> None:
     of a command whose --plot still takes FILE.png too."""
     to_json, to_plot = getattr(args, "json", None), getattr(args, "plot", None)
     if to_json and to_json != STDOUT:
-        _check_parent("--json", to_json)
-        if Path(to_json).is_dir():
-            raise UsageError(f"--json {to_json}: is a folder; name a file in it")
+        check_file("--json", to_json)
     if to_plot:
         _check_parent("--plot", to_plot)
-        allowed = picture_files and Path(to_plot).suffix in _PICTURES
-        if Path(to_plot).exists() and not Path(to_plot).is_dir() and not allowed:
-            raise UsageError(f"--plot {to_plot}: is a file; name a folder, which is made if it is not there")
+        if picture_files and Path(to_plot).suffix in _PICTURES:
+            _check_writable(Path(to_plot))
+        else:
+            check_folder("--plot", to_plot)
         from hybrid_ep.cli.plotting import pyplot
 
         try:
@@ -56,9 +58,38 @@ def check(args: argparse.Namespace, picture_files: bool = False) -> None:
             raise UsageError(f"--plot: {error}") from None
 
 
+def check_file(flag: str, path: str | None) -> None:
+    """UsageError where `flag` names no file that could be, OSError where the system lets nobody write it; asked before
+    the work that it is to hold."""
+    if path is None:
+        return
+    _check_parent(flag, path)
+    if Path(path).is_dir():
+        raise UsageError(f"{flag} {path}: is a folder; name a file in it")
+    _check_writable(Path(path))
+
+
+def check_folder(flag: str, path: str | None) -> None:
+    """Likewise of a folder, which is made with its parents if it is not there."""
+    if path is None:
+        return
+    if Path(path).exists() and not Path(path).is_dir():
+        raise UsageError(f"{flag} {path}: is a file; name a folder, which is made if it is not there")
+    _check_writable(Path(path))
+
+
 def _check_parent(flag: str, path: str) -> None:
     if not Path(path).resolve().parent.is_dir():
         raise UsageError(f"{flag} {path}: no such folder; create it first")
+
+
+def _check_writable(path: Path) -> None:
+    """Of what is not there yet: the nearest folder above it that is."""
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not os.access(there, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def picture(folder: str, name: str) -> Path:

@@ -72,15 +72,14 @@ def token_bytes(model: MoeModel, ranks: int, dispatch_dtype: str, combine_dtype:
     return copies * model.hidden * (element_bytes(dispatch_dtype) + element_bytes(combine_dtype))
 
 
-def rates_of(cluster: Cluster, dtype: str) -> Rates:
-    """The rates for another GPU and precision: matrices and attention as published training steps have them
-    (`efficiency`), copy engines at the share of NVLink that they have in the published roofline. ValueError where no
-    published step says anything of the GPU."""
+def rates_of(model: MoeModel, cluster: Cluster, dtype: str) -> Rates:
+    """The rates for another GPU and precision: matrices and attention as published training steps have the compute of
+    such a model (`efficiency`), copy engines at the share of NVLink that they have in the published roofline."""
     if (cluster.gpu.name, dtype) == ("GB200", "nvfp4"):
         return PUBLISHED_RATES
     peak = cluster.gpu.bf16_tflops.value if dtype == "bf16" else cluster.gpu.fp8_tflops.value
     nvlink = clusters.get("gb200_nvl72").gpu.nvlink_gb_per_s.value
-    rate = peak * efficiency.of(cluster, dtype).share
+    rate = peak * efficiency.share_of_peak(model, cluster, dtype)
     return Rates(rate, rate, COPY_GB_PER_S / nvlink * cluster.gpu.nvlink_gb_per_s.value)
 
 
@@ -154,7 +153,7 @@ def choose(
     home once in fp32, shared by the micro-batches of a step, with nothing beside them. held: experts that a rank has
     without fetching, by default its own; copies of others are pulled once a step. resident: buffers hold all layers, so
     that the rest is, too. rates: `rates_of` when None. ValueError for `held` that is not from a rank's own to all."""
-    known = rates_of(cluster, dtype) if rates is None else rates
+    known = rates_of(model, cluster, dtype) if rates is None else rates
     at_home = model.experts // ranks
     held = at_home if held is None else held
     if not at_home <= held <= model.experts:

@@ -1,7 +1,7 @@
 """A training step at scale, in a page of arithmetic on top of the exchange model.
 
-    micro-batch of a stage = compute (1 + cv_fast g(EP)) + exposed exchange + fixed cost of its calls + tensor parallel
-                             + exposed transfers to the next stage
+    micro-batch of a stage = compute (1 + cv_fast g(EP)) + launches + exposed exchange + fixed cost of its calls
+                             + tensor parallel + exposed transfers to the next stage
     step = micro-batches x that x (1 + bubble) x (1 + cv_slow g(nodes)) + exposed gradient exchange
 
 g(n) is the expected maximum of n standard normals: within an EP group every layer waits for its slowest rank
@@ -48,11 +48,11 @@ _DEEPEP_V1_GB_PER_S = {
 @dataclass(frozen=True)
 class Job:
     """gpus = EP x PP x replicas. tokens: of a rank and micro-batch; with tensor parallelism its part of the sequence
-    (sequence parallel), experts whole on their rank. efficiency: of the compute, of the GPU's peak; None: as
-    published steps of such GPUs have it (`efficiency`). overlap,
-    grad_overlap: share of exchange and of gradient traffic hidden behind compute; transfers between pipeline stages
-    hide as gradients do where stages are virtual ones too, and not at all elsewhere. fixed_us: of each call, beyond the
-    exchange model. ValueError names argument, value and remedy."""
+    (sequence parallel), experts whole on their rank. efficiency: of all compute, of the GPU's peak, launches
+    included; None: as published steps have it (`efficiency`). iteration_graph: one CUDA graph holds an iteration, and
+    no layer's launches cost anything. overlap, grad_overlap: share of exchange and of gradient traffic hidden behind
+    compute; transfers between pipeline stages hide as gradients do where stages are virtual ones too, and not at all
+    elsewhere. fixed_us: of each call, beyond the exchange model. ValueError names argument, value and remedy."""
 
     model: MoeModel
     cluster: Cluster
@@ -76,6 +76,7 @@ class Job:
     fixed_us: float = 0.0
     tensor: int = 1
     recompute: str = "none"
+    iteration_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.ep < 1 or self.model.experts % self.ep:
@@ -105,11 +106,6 @@ class Job:
         while self.ep % local:
             local -= 1
         return Shape(self.ep, local, self.tokens, self.model.hidden, self.model.topk, self.model.experts)
-
-    @property
-    def share_of_peak(self) -> float:
-        """`efficiency`, or what published steps say."""
-        return efficiency.of(self.cluster, self.dtype).share if self.efficiency is None else self.efficiency
 
     @property
     def peak_tflops(self) -> float:
@@ -188,19 +184,42 @@ def _exchange(
     return total
 
 
-def compute_us(job: Job) -> float:
-    """Forward and backward of a micro-batch on a stage. The experts take the longer of their FLOPs and their memory:
-    weights read twice (with recompute three times) and fp32 gradients accumulated, 12 (14) bytes a parameter of this
-    rank. Their GEMMs compute whole tiles: half a tile of rows more an expert than it has."""
+def compute_us(job: Job, fitted: efficiency.Compute | None = None) -> float:
+    """Forward and backward of a micro-batch on a stage, launches left out. The experts' products take the longer of
+    their FLOPs and their memory: weights read twice (with recompute three times) and fp32 gradients accumulated, 12
+    (14) bytes a parameter of this rank. Their GEMMs compute whole tiles: half a tile of rows more an expert than it
+    has."""
     m, again, all_again = job.model, job.recompute != "none", job.recompute == "full"
-    rate = job.peak_tflops * 1e6 * job.share_of_peak
-    expert_flops = 6 * m.expert_params * m.topk * m.moe_layers * job.tokens / job.pp
-    other = job.tokens * m.train_flops_per_token(job.sequence) / job.pp - expert_flops
+    if job.efficiency is None:
+        token = efficiency.per_token(m, job.cluster, job.dtype, job.sequence, fitted)
+    else:
+        rate = job.peak_tflops * 1e6 * job.efficiency
+        experts = 6 * m.expert_params * m.topk * m.moe_layers
+        token = efficiency.PerToken(experts / rate, 0.0, (m.train_flops_per_token(job.sequence) - experts) / rate)
+    gemms, tensors, others = (job.tokens / job.pp * us for us in token)
     memory = hbm_us(job.cluster, (14 if again else 12) * m.routed_params / (job.ep * job.pp))
-    other *= 4 / 3 if all_again else 1
-    expert_flops *= (4 / 3 if again else 1) * (1 + job.imbalance)
-    expert_flops *= 1 + GEMM_TILE_ROWS / 2 / (job.tokens * m.topk * job.ep / m.experts)
-    return (other / rate + max(expert_flops / rate, memory)) * _largest_stage(job)
+    more = (4 / 3 if again else 1) * (1 + job.imbalance)
+    gemms *= more * (1 + GEMM_TILE_ROWS / 2 / (job.tokens * m.topk * job.ep / m.experts))
+    return ((4 / 3 if all_again else 1) * others + max(gemms, memory) + more * tensors) * _largest_stage(job)
+
+
+def launches_us(job: Job, fitted: efficiency.Compute | None = None) -> float:
+    """What a micro-batch on a stage takes beside that for its launches; in a given `efficiency` they are contained."""
+    if job.efficiency is not None or job.iteration_graph:
+        return 0.0
+    again = 4 / 3 if job.recompute == "full" else 1
+    return again * efficiency.layer_us(job.cluster, fitted) * job.model.num_layers / job.pp * _largest_stage(job)
+
+
+def said_of_compute(job: Job) -> str:
+    """What the compute of a prediction is taken to reach, in words."""
+    if job.efficiency is not None:
+        return f"{job.efficiency:.0%} of peak in compute, as given"
+    share = efficiency.share_of_peak(job.model, job.cluster, job.dtype, job.sequence)
+    launches = efficiency.layer_us(job.cluster) / 1e3
+    said = f"{share:.0%} of peak in compute and {launches:.1f} ms of launches a layer and micro-batch on "
+    said += f"{efficiency.host_word(job.cluster)} hosts, as published steps have it"
+    return said.replace(f"{launches:.1f} ms", "nothing") if job.iteration_graph else said
 
 
 def _largest_stage(job: Job) -> float:
@@ -244,13 +263,14 @@ class Layer:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0")
 
 
-def step(job: Job, layer: Layer | None = None) -> Step:
-    """One optimizer step of the job. layer: takes the place of the exchange model and of what imbalance does to it, for
-    a job without recompute (ValueError), whose `imbalance` then is of the experts' compute alone."""
+def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None = None) -> Step:
+    """One optimizer step of the job. fitted: in place of `efficiency.FITTED`. layer: takes the place of the exchange
+    model and of what imbalance does to it, for a job without recompute (ValueError), whose `imbalance` then is of the
+    experts' compute alone."""
     m, us = job.model, 1e6
     if layer is not None and job.recompute != "none":
         raise ValueError(f"recompute={job.recompute!r}: a given layer says nothing of a recomputed exchange; use none")
-    compute = compute_us(job)
+    compute, launches = compute_us(job, fitted), launches_us(job, fitted)
     straggle = compute * job.cv_fast * expected_max(job.ep)
     layers = m.moe_layers / job.pp * _largest_stage(job)
     one_way = exchange_us(job) * (1 + job.imbalance) if layer is None else layer.one_way_us
@@ -259,7 +279,7 @@ def step(job: Job, layer: Layer | None = None) -> Step:
     calls = 4 + (0 if job.recompute == "none" else 1 if _by_handle(job) else 2)
     fixed, tensor = layers * (calls * job.fixed_us + (layer.beside_us if layer else 0.0)), tensor_us(job)
     pipeline = pipeline_us(job)
-    micro_batch = compute + straggle + exchange + fixed + tensor + pipeline
+    micro_batch = compute + launches + straggle + exchange + fixed + tensor + pipeline
     bubble = (job.pp - 1) / (job.virtual_pp * job.micro_batches)
     nodes = max(1, job.gpus // min(8, job.gpus))
     slow = job.cv_slow * expected_max(nodes)
@@ -268,6 +288,7 @@ def step(job: Job, layer: Layer | None = None) -> Step:
     total = busy * (1 + slow) + gradients
     parts = {
         "compute": compute * job.micro_batches,
+        "launches": launches * job.micro_batches,
         "exchange": exchange * job.micro_batches,
         "fixed": fixed * job.micro_batches,
         "tensor parallel": tensor * job.micro_batches,

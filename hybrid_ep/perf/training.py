@@ -1,83 +1,111 @@
-"""Published training steps beside the step model: half of them set the compute efficiency, half say how well it does.
+"""Published training steps beside the step model, which is fitted to them; to each half of them, to predict the other.
 
 The rows are Megatron Bridge's performance summaries and Megatron-LM's MoE recipes: dropless, experts force-balanced.
-What they do not say is taken alike for all: our exchange with 32 SMs, nothing hidden, no recompute; so a row's
-efficiency also holds what its recompute and its launches cost, and small models, whose GEMMs are narrow, have the
-lowest.
+Summaries give the layout; dispatcher, overlap of the exchange and CUDA graphs are those of the recipe for this layout
+in the project's repository at the date of the summary (`known`). Where there is none of just this layout they are
+those of the nearest, or assumed, and such a row sets nothing. What no source says is taken alike for all: 32 SMs, no
+recompute, nine tenths of an overlapped exchange hidden. DeepEP between nodes counts as Hybrid-EP does.
 
-Rows of releases after those stand in a table of their own, `later()`. They set nothing: what the same model says of
-software that is newer than its numbers is what they are there to show."""
+A configuration is measured again by every release of the software: the newest counts, the others are `older`."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import efficiency, models
-from hybrid_ep.perf.efficiency import STANDS_IN, gpu_word, precision_class
-from hybrid_ep.perf.step_time import CV_SLOW, Job, calibrate, step
+from hybrid_ep.perf.efficiency import Compute, gpu_word, precision_class
+from hybrid_ep.perf.step_time import CV_SLOW, Job, step
 
-_DATA = Path(__file__).parent / "data"
-CSV, LATER = _DATA / "published_training.csv", _DATA / "published_training_later.csv"
+CSV = Path(__file__).parent / "data" / "published_training.csv"
+HALVES = ("half 1", "half 2")
+KINDS = (*HALVES, "older", "assumed")
 _SEQUENCE = 4096
 _NUM_SMS = 32
+_OVERLAP = 0.9
+_DISPATCHERS = {"hybrid_ep": "published_hybrid_ep", "deepep": "published_hybrid_ep", "alltoall": "a2a"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published step. tokens_per_s: of a GPU. fits: it is one of those that set the efficiency of its group."""
+    """One published step. tokens_per_s: of a GPU. kind: "half 1", "half 2": `efficiency` is fitted to both,
+    and to each to predict the other; "older": newer software ran the same; "assumed": nobody says how it exchanged."""
 
     source: str
     job: Job
     tokens_per_s: float
-    fits: bool
+    dispatcher: str
+    graphs: str
+    kind: str
 
     @property
-    def group(self) -> tuple[str, str]:
-        return gpu_word(self.job.cluster), precision_class(self.job.dtype)
+    def fits(self) -> bool:
+        return self.kind in HALVES
 
-    def predicted(self) -> float:
-        """Tokens/s of a GPU with the efficiency of its group, or of the GPU that stands in for it."""
-        share = efficiency.of(self.job.cluster, self.job.dtype).share
-        return step(replace(self.job, efficiency=share)).tokens_per_s_per_gpu
+    def predicted(self, fitted: Compute | None = None) -> float:
+        """Tokens/s of a GPU."""
+        return step(self.job, fitted=fitted).tokens_per_s_per_gpu
+
+    @property
+    def residual(self) -> float:
+        return self.predicted() / self.tokens_per_s - 1
+
+    @property
+    def held_out(self) -> float:
+        """The residual of a row that fits, by the numbers of the half that it is not in."""
+        return self.predicted(by_half(HALVES[self.kind == HALVES[0]])) / self.tokens_per_s - 1
+
+    @property
+    def how(self) -> str:
+        """The exchange and the graphs, in words."""
+        hidden = ", overlapped" if self.job.overlap else ""
+        return f"{self.dispatcher}{hidden}{'' if self.graphs == 'none' else f', {self.graphs} CUDA graphs'}"
 
     def __str__(self) -> str:
         j = self.job
+        stages = f"PP {j.pp}" + (f" x {j.virtual_pp}" if j.virtual_pp > 1 else "")
         return (
-            f"{j.model.name} on {j.gpus} {gpu_word(j.cluster)}, {j.dtype}, EP {j.ep}, PP {j.pp}, TP {j.tensor} "
+            f"{j.model.name} on {j.gpus} {gpu_word(j.cluster)}, {j.dtype}, EP {j.ep}, {stages}, TP {j.tensor} "
             f"({self.source})"
         )
 
 
 @lru_cache(maxsize=1)
 def rows() -> tuple[Row, ...]:
-    """Those of the first releases, in the file's order; of every group the first, third, .. set its efficiency."""
-    found: list[Row] = []
-    for row in _read(CSV):
-        earlier = sum(r.group == row.group for r in found)
-        found.append(replace(row, fits=earlier % 2 == 0))
-    return tuple(found)
+    """All, in the file's order: releases of old software first."""
+    found = list(_read())
+    newest = {row.job: n for n, row in enumerate(found) if row.kind != "assumed"}
+    alike: dict[tuple[str, bool], list[Job]] = {}  # each fitted number needs rows that show it
+    for job in newest:
+        alike.setdefault((efficiency.host_word(job.cluster), job.iteration_graph), []).append(job)
+    nth = {job: i for jobs in alike.values() for i, job in enumerate(jobs)}
+    return tuple(
+        row
+        if row.kind == "assumed"
+        else replace(row, kind=HALVES[nth[row.job] % 2] if newest[row.job] == n else "older")
+        for n, row in enumerate(found)
+    )
 
 
-@lru_cache(maxsize=1)
-def later() -> tuple[Row, ...]:
-    """Those of later releases, oldest first. None sets an efficiency."""
-    return tuple(_read(LATER))
+def of_kind(*kinds: str) -> list[Row]:
+    """The rows of these `KINDS`."""
+    return [row for row in rows() if row.kind in kinds]
 
 
-def _read(path: Path) -> Iterator[Row]:
-    with path.open(newline="") as file:
+def _read() -> Iterator[Row]:
+    with CSV.open(newline="") as file:
         for record in csv.DictReader(file):
             job = _job(record)
             value = float(record["value"])
             if record["unit"] == "TFLOPS":
                 value *= 1e12 / job.model.train_flops_per_token(_SEQUENCE)
-            yield Row(record["source"], job, value, False)
+            kind = "" if record["known"] == "1" else "assumed"
+            yield Row(record["source"], job, value, record["dispatcher"], record["graphs"], kind)
 
 
 def _job(record: dict[str, str]) -> Job:
@@ -94,48 +122,110 @@ def _job(record: dict[str, str]) -> Job:
         _SEQUENCE,
         batches,
         dtype=record["precision"],
+        dispatcher=_DISPATCHERS[record["dispatcher"]],
         num_sms=_NUM_SMS,
+        overlap=_OVERLAP * int(record["overlap"]),
         tensor=tensor,
         cv_slow=CV_SLOW,
+        iteration_graph=record["graphs"] == "iteration",
     )
 
 
-def fit(group: tuple[str, str]) -> float:
-    """The efficiency of a group from the rows that set it: their geometric mean."""
-    found = [_fitted(row) for row in rows() if row.fits and row.group == group]
-    return math.exp(sum(map(math.log, found)) / len(found))
+# -- the fit --------------------------------------------------------------------------------------------------------
+
+# Where it starts, several times over, for products and tensors can stand in for each other; and the most of each.
+_STARTS = [Compute(gemm, passes, 4000.0, 400.0) for gemm in (0.4, 0.7) for passes in (2.0, 8.0, 16.0)]
+_MOST = Compute(1.0, 100.0, 1e5, 1e5)
+_WIDE = 0.1  # residuals beyond this count by their size, those within by their square
 
 
-def _fitted(row: Row) -> float:
-    """The efficiency with which the model gives the row's own rate."""
-    return calibrate(row.tokens_per_s, lambda e: step(replace(row.job, efficiency=e)).tokens_per_s_per_gpu, 0.005, 1.0)
+def fit(chosen: Iterable[Row] | None = None) -> Compute:
+    """The numbers with which the rows (default: both halves) come out nearest: least of a loss that outliers move
+    little, found by steps of one number at a time that get smaller, in logarithms. Deterministic; a few seconds."""
+    used = of_kind(*HALVES) if chosen is None else list(chosen)
+    most = [math.log(x) for x in astuple(_MOST)]
+
+    def loss(logs: list[float]) -> float:
+        fitted = Compute(*map(math.exp, logs))
+        errors = (math.log(row.predicted(fitted) / row.tokens_per_s) / _WIDE for row in used)
+        return sum(math.sqrt(1 + e * e) - 1 for e in errors)
+
+    found = [_descend(loss, [math.log(x) for x in astuple(start)], most) for start in _STARTS]
+    best = min(found, key=loss)
+    return Compute(*map(math.exp, best))
+
+
+@lru_cache(maxsize=2)
+def by_half(kind: str) -> Compute:
+    """The numbers that one of `HALVES` gives."""
+    return fit(of_kind(kind))
+
+
+def _descend(loss: Callable[[list[float]], float], at: list[float], most: list[float]) -> list[float]:
+    best, stride = loss(at), 0.5
+    while stride > 1e-4:
+        before = at
+        for i in range(len(at)):
+            for sign in (1, -1):
+                tried = [*at[:i], min(at[i] + sign * stride, most[i]), *at[i + 1 :]]
+                if (there := loss(tried)) < best:
+                    at, best = tried, there
+                    break
+        if at == before:
+            stride /= 2
+            continue
+        # The same way once more, which a narrow valley needs.
+        tried = [min(2 * a - b, m) for a, b, m in zip(at, before, most, strict=True)]
+        if (there := loss(tried)) < best:
+            at, best = tried, there
+    return at
+
+
+# -- what is said of a prediction -----------------------------------------------------------------------------------
 
 
 def nearest(job: Job) -> Row:
-    """The published row that a prediction is best compared with: the same GPU first, or else that whose efficiency is
-    taken, then model, precision, size; of equally near ones the newest."""
-    return min((*reversed(later()), *reversed(rows())), key=lambda row: distance(row, job))
+    """The published row that a prediction is best compared with: the same GPU first, or else one of its architecture,
+    then model, precision, size; of equally near ones the newest."""
+    return min(reversed(rows()), key=lambda row: distance(row, job))
 
 
 def distance(row: Row, job: Job) -> tuple[int, bool, bool, float]:
-    gpu, precision = gpu_word(job.cluster), precision_class(job.dtype)
-    near = [gpu, STANDS_IN.get((gpu, precision), gpu)]
-    theirs = gpu_word(row.job.cluster)
+    theirs, ours = row.job.cluster, job.cluster
+    alike = theirs.gpu.generation == ours.gpu.generation
+    same_host = efficiency.host_word(theirs) == efficiency.host_word(ours)
     return (
-        near.index(theirs) if theirs in near else len(near),
+        0 if gpu_word(theirs) == gpu_word(ours) else 1 if alike and same_host else 2 if alike else 3,
         row.job.model.name != job.model.name,
         precision_class(row.job.dtype) != precision_class(job.dtype),
         abs(math.log(row.job.gpus / job.gpus)) + abs(math.log(row.job.ep / job.ep)),
     )
 
 
+def fastest(job: Job) -> Row | None:
+    """The published row of this model, GPU and precision with most tokens/s a GPU; None where there is none."""
+    return max((row for row in rows() if distance(row, job)[:3] == (0, False, False)), key=_rate, default=None)
+
+
+def _rate(row: Row) -> float:
+    return row.tokens_per_s
+
+
 def said_of(job: Job) -> str:
-    """The nearest row in a line, and what the model says of that row."""
-    row = nearest(job)
-    published, predicted = row.tokens_per_s, row.predicted()
+    """The nearest row in a line and the fastest, where that is another, in one more; what the model says of both."""
+    row, best = nearest(job), fastest(job)
+    said = f"nearest published step: {_with_residual(row)}"
+    if best is not None and best.tokens_per_s > 1.03 * row.tokens_per_s:
+        said += f"\nfastest published of model, GPU and precision: {_with_residual(best)}"
+    return said
+
+
+def _with_residual(row: Row) -> str:
+    fits = " (it is among the rows that the model is fitted to)"
+    notes = {**dict.fromkeys(HALVES, fits), "assumed": " (how it exchanged is assumed)"}
     return (
-        f"nearest published step: {row}: {published:,.0f} tokens/s a GPU; this model says {predicted:,.0f} of it, "
-        f"{percent(predicted / published - 1)}{' (it is among the rows that set the efficiency)' if row.fits else ''}"
+        f"{row}, {row.how}: {row.tokens_per_s:,.0f} tokens/s a GPU; this model says {row.predicted():,.0f} of it, "
+        f"{percent(row.residual)}{notes.get(row.kind, '')}"
     )
 
 
@@ -144,7 +234,7 @@ def percent(residual: float) -> str:
     return f"{round(residual, 2) + 0.0:+.0%}"
 
 
-def spread(chosen: Iterable[Row]) -> tuple[float, float]:
-    """(median, worst) of the residuals' sizes."""
-    sizes = sorted(abs(row.predicted() / row.tokens_per_s - 1) for row in chosen)
+def spread(residuals: Iterable[float]) -> tuple[float, float]:
+    """(median, worst) of their sizes."""
+    sizes = sorted(map(abs, residuals))
     return sizes[len(sizes) // 2] if len(sizes) % 2 else sum(sizes[len(sizes) // 2 - 1 :][:2]) / 2, sizes[-1]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_WRONG, UsageError, launch, outputs
 from hybrid_ep.cli.bench import flags, heap, presets
-from hybrid_ep.cli.bench.config import Config, make_config, require
+from hybrid_ep.cli.bench.config import Config, make_config, refuse_plot_of_a_point, require
 from hybrid_ep.cli.progress import say
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     require(args.path == "throughput" or not args.impl, f"--path {args.path} with --impl: --impl says what is "
             "measured; give one of them, hybrid_ep-latency is the path's name there")  # fmt: skip
     presets.apply_to_ranks(args)
+    refuse_plot_of_a_point(args)
     if launch.is_rank():
         return _be_rank(args)
     ranks = flags.DEFAULT_RANKS if args.ranks is None else args.ranks

@@ -136,6 +136,18 @@ def token_sweep(args: argparse.Namespace) -> tuple[int, ...]:
     return tuple(sweep)
 
 
+def refuse_plot_of_a_point(args: argparse.Namespace) -> None:
+    """UsageError where --plot would draw nothing: a line over SMs or over tokens has two points."""
+    counts = (
+        {n for n in args.num_sms if n} if args.chain or set(args.op) & {"dispatch", "combine", "pair", "step"} else ()
+    )
+    require(
+        args.plot is None or len(counts) > 1 or len(set(token_sweep(args))) > 1,
+        f"--plot {args.plot}: nothing to draw of one number of tokens and one of SMs; give two of --tokens, or two of "
+        "--num-sms other than 0 (auto)",
+    )
+
+
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise UsageError(message)

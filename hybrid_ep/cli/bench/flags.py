@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid_ep.cli import outputs
+from hybrid_ep.cli import names, outputs
 from hybrid_ep.cli.bench import heap
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
 from hybrid_ep.cli.bench.presets import NAMES, SHAPE_DEFAULTS
 from hybrid_ep.cli.bench.routing_spec import RAGGED
 from hybrid_ep.cli.parser import one_of
 from hybrid_ep.cli.simulate.request import ENGINES
-from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.crossover import PATHS
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
 
@@ -88,7 +87,7 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_simulator_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--cluster", **one_of(clusters.CLUSTERS, "GPUs and links"))
+    names.add_cluster(group.add_argument, "GPUs and links")
     group.add_argument("--nodes", type=int, help="NVLink domains of the EP group, as in hybrid-ep simulate")
     group.add_argument("--engine", choices=ENGINES, default="model", help="as in hybrid-ep simulate")
     group.add_argument("--path", choices=PATHS, default=PATHS[0], help="latency: by lines beside the throughput path, "

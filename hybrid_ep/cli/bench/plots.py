@@ -38,10 +38,9 @@ class Point:
 
 def draw(points: list[Point], folder: Path, title: str, workers: str = "SMs") -> list[str]:
     """Writes bandwidth.{png,svg} when several SM counts were swept, time.{png,svg} when several sizes were; returns
-    lines that say what was written, or why it was not. workers: what num_sms counts on that machine. ValueError when
-    matplotlib is missing."""
+    lines that say what was written, or why it was not. The folder is made for the first. workers: what num_sms counts
+    on that machine. ValueError when matplotlib is missing."""
     plotting.pyplot()
-    folder.mkdir(parents=True, exist_ok=True)
     said = []
     names = list(dict.fromkeys(p.implementation for p in points))
     series = names if len(names) > 1 else list(dict.fromkeys(p.op for p in points))
@@ -131,6 +130,7 @@ def _draw(
         grid[0][0].legend(handlelength=2.2)
     else:
         figure.legend(found.values(), found.keys(), loc="outside upper left", ncols=min(4, len(found)))
+    stem.parent.mkdir(parents=True, exist_ok=True)
     where, _, when = title.partition("; ")
     plotting.note(figure, "\n".join(text for text in (where, when.strip(), note) if text))
     made = plotting.save(figure, stem)

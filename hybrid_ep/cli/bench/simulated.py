@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.bench import by_lines, presets, routing_spec
-from hybrid_ep.cli.bench.config import require, token_sweep
+from hybrid_ep.cli.bench.config import refuse_plot_of_a_point, require, token_sweep
 from hybrid_ep.cli.bench.plots import Point, draw
 from hybrid_ep.cli.bench.presets import Condition
 from hybrid_ep.cli.progress import say
@@ -103,6 +103,7 @@ def _worlds(args: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, Cond
     folder = Path(args.plot) if args.plot else None
     if args.preset is None:
         given = {"cluster": args.cluster or "h100_8x400g", "nodes": 1 if args.nodes is None else args.nodes}
+        refuse_plot_of_a_point(args)
         yield argparse.Namespace(**(vars(args) | given)), None, folder
         return
     presets.refuse_shape_flags(args)
@@ -112,11 +113,9 @@ def _worlds(args: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, Cond
             name: getattr(c, name)
             for name in ("cluster", "nodes", "ranks_per_node", "hidden", "topk", "experts", "dtype")
         }
-        yield (
-            argparse.Namespace(**(vars(args) | shape | {"tokens": (c.tokens,), "num_sms": sms})),
-            c,
-            folder / c.name if folder else None,
-        )
+        world = argparse.Namespace(**(vars(args) | shape | {"tokens": (c.tokens,), "num_sms": sms}))
+        refuse_plot_of_a_point(world)
+        yield world, c, folder / c.name if folder else None
 
 
 def _run(args: argparse.Namespace, condition: Condition | None, folder: Path | None) -> dict[str, Any]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hybrid_ep.cli import EXIT_OK, UsageError, outputs
+from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs
 from hybrid_ep.cli.bench.flags import int_list
-from hybrid_ep.cli.parser import one_of
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.cli.simulate import job as job_flags
-from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import efficiency, models, training
+from hybrid_ep.perf import models, step_time, training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("runs", nargs="*", metavar="RUN", help="folders runs/NAME of finished jobs, one of each size")
     add("--skip", type=int, default=5, help="first steps of a run that do not count")
     add("--simulate", metavar="MODEL", choices=tuple(models.MODELS), help="predict the jobs of this model instead")
-    add("--cluster", default="h100_8x400g", **one_of(clusters.CLUSTERS, "of --simulate"))
+    names.add_cluster(add, "of --simulate", "h100_8x400g")
     add("--gpus", type=int_list, default="64,128,256,512", help="of --simulate: a list of job sizes")
     job_flags.add_flags(add, "--simulate")
     add("--mode", choices=(*scaling.MODES, "both"), default="both", help="which table")
@@ -75,13 +73,13 @@ def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str
     print(
         f"# {args.simulate} on {job.cluster.name}: {job.cluster.summary}; EP {job.ep}  PP {job.pp} x "
         f"{job.virtual_pp}  TP {job.tensor}  {job.tokens} tokens a micro-batch  {job.dtype}, recompute "
-        f"{job.recompute}  {job.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} SMs, {job.overlap:.0%} "
-        "hidden; memory: weights, gradients, optimizer alone"
+        f"{names.said_of_recompute(args.recompute)}  {args.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} "
+        f"SMs, {job.overlap:.0%} hidden; memory: weights, gradients, optimizer alone"
     )
-    print(f"# compute at {job.share_of_peak:.0%} of peak, {efficiency.of(job.cluster, job.dtype).source}")
-    print(f"# {training.said_of(job)}")
+    for line in (step_time.said_of_compute(job), *training.said_of(job).splitlines()):
+        print(f"# {line}")
     return tables, (
-        f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {job.dispatcher}\n{job.cluster.name}, simulated"
+        f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {args.dispatcher}\n{job.cluster.name}, simulated"
     )
 
 

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.balance.plan_file import said_of_yaml
 from hybrid_ep.cli import outputs
 from hybrid_ep.cli.report.scaling import Row
 
@@ -39,12 +40,18 @@ def _config(folder: Path) -> dict[str, Any]:
     except ImportError:
         raise ValueError("run folders hold YAML: pip install pyyaml") from None
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
+        text = (folder / "config.yaml").read_text()
+        config = yaml.safe_load(text)
         config["parallel"]["num_ranks"], config["parallel"]["ranks_per_node"]
         config["runtime"]["device"], config["model"].items()
     except OSError as error:
         raise ValueError(f"{folder}: no run folder ({error.strerror}: config.yaml); give runs/NAME") from None
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+    except yaml.YAMLError as error:
+        said = said_of_yaml(error, text)
+        raise ValueError(
+            f"{folder / 'config.yaml'}: not valid YAML ({said}); give a run that launch has made"
+        ) from None
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder}: its config.yaml is none of a run ({type(error).__name__}: {error})") from None
     return config
 

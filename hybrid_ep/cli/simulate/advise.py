@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
+from hybrid_ep.cli import names
 from hybrid_ep.cli.progress import track
 from hybrid_ep.cli.simulate import job as job_flags
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import efficiency, models, recommend, step_time, training
+from hybrid_ep.perf import models, recommend, step_time, training
+from hybrid_ep.perf.models import MoeModel
 from hybrid_ep.perf.recommend import Plan
+
+_GPUS_OF_A_HOST = 8
+_TRIED = 1024  # numbers of hosts below and above; each takes a fraction of a millisecond
 
 
 def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
@@ -23,16 +29,18 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     own = _own(args)
     job: dict[str, Any] = {
         "dtype": args.precision,
-        "recompute": args.recompute,
+        "recompute": names.modelled_recompute(args.recompute),
         "cv_slow": args.cv_slow,
         "tokens": args.tokens,
         "overlap": args.overlap,
         "sequence": args.sequence,
     }
+    _check_gpus(model, cluster, args.gpus)
     plans = recommend.recommend(model, cluster, args.gpus, watch=functools.partial(track, what="layouts"), **job)
     print(
         f"# {model.name} on {args.gpus} x {cluster.gpu.name} ({cluster.name}), {args.tokens} tokens a rank and "
-        f"micro-batch, {args.precision}, recompute {args.recompute}, {args.overlap:.0%} of what moves hidden"
+        f"micro-batch, {args.precision}, recompute {names.said_of_recompute(args.recompute)}, {args.overlap:.0%} of "
+        "what moves hidden"
     )
     print("#    EP  PP  ranks/node  SMs  chunk  dtype  moves    exchange us  tokens/s/GPU  state GB  why")
     for rank, p in enumerate(plans):
@@ -56,12 +64,9 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         )
         print(f"# the first by another verb: {command_of(asked)}")
     sure = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, **job)
-    print(
-        f"# tokens/s/GPU at {sure.share_of_peak:.0%} of the GPU's peak, "
-        f"{efficiency.of(cluster, args.precision).source}; differences between plans mean more than the "
-        "number"
-    )
-    print(f"# {training.said_of(own or sure)}")
+    print(f"# tokens/s/GPU with {step_time.said_of_compute(sure)}; differences between plans mean more than the number")
+    for line in training.said_of(own or sure).splitlines():
+        print(f"# {line}")
     return {
         "model": model.name,
         "cluster": cluster.name,
@@ -70,6 +75,41 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         "plans": [asdict(p) for p in plans],
         "yours": yours,
     }
+
+
+class _Fits(Exception):
+    """There is a layout, and none need be timed."""
+
+
+def _fits(model: MoeModel, cluster: Cluster, gpus: int) -> str:
+    """Why no layout fits so many GPUs; empty where one does."""
+
+    def seen(_layouts: Iterable[Any]) -> NoReturn:
+        raise _Fits
+
+    try:
+        recommend.recommend(model, cluster, gpus, watch=seen)
+    except _Fits:
+        return ""
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _check_gpus(model: MoeModel, cluster: Cluster, gpus: int) -> None:
+    """ValueError with the nearest numbers of GPUs that a layout fits: more of them is no remedy where EP x PP does not
+    divide them."""
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus}: must be at least 1")
+    if not (reason := _fits(model, cluster, gpus)):
+        return
+    at = gpus - gpus % _GPUS_OF_A_HOST
+    down = range(at - (at == gpus) * _GPUS_OF_A_HOST, 0, -_GPUS_OF_A_HOST)
+    up = range(at + _GPUS_OF_A_HOST, at + _TRIED * _GPUS_OF_A_HOST, _GPUS_OF_A_HOST)
+    nearest = [next((n for n in numbers[:_TRIED] if not _fits(model, cluster, n)), None) for numbers in (down, up)]
+    fitting = " or ".join(f"--gpus {n}" for n in nearest if n)
+    remedy = f"give {fitting}, the nearest that fit" if fitting else "give a --cluster with more memory"
+    raise ValueError(f"{reason.removesuffix('; take more')}; EP x PP must divide the GPUs: {remedy}")
 
 
 def _own(args: argparse.Namespace) -> step_time.Job | None:
@@ -82,9 +122,7 @@ def _own(args: argparse.Namespace) -> step_time.Job | None:
                 f"{' '.join(flags)}: the plans have their own; give --ep too for a job of yours beside them"
             )
         return None
-    given = argparse.Namespace(**{**vars(args), "num_sms": args.num_sms or 1})
-    job = job_flags.from_flags(given, args.recommend, args.gpus)
-    return job if args.num_sms else recommend.tuned(job)
+    return job_flags.from_flags(args, args.recommend, args.gpus)
 
 
 def _yours(job: step_time.Job, best: Plan) -> dict[str, Any]:
@@ -96,7 +134,7 @@ def _yours(job: step_time.Job, best: Plan) -> dict[str, Any]:
         f"yours {job.ep:2d} {job.pp:3d} {job.shape.ranks_per_node:11d} {sms:>4} {'-':>6}  {job.dispatch_dtype:<6} "
         f"{'tokens':<8} {got.exchange_us:11.0f} {got.tokens_per_s_per_gpu:13.0f} "
         f"{recommend.state_gb(job.model, job.gpus, job.ep, job.pp):9.1f}  {slower:+.1%} step time, "
-        f"{got.seconds:.2f} s with {job.dispatcher}, TP {job.tensor}, "
+        f"{got.seconds:.2f} s with {names.dispatcher(job.dispatcher)}, TP {job.tensor}, "
         f"virtual stages {job.virtual_pp}, micro-batches {job.micro_batches}"
     )
     return {"step_s": got.seconds, "tokens_per_s_per_gpu": got.tokens_per_s_per_gpu, "exchange_us": got.exchange_us}

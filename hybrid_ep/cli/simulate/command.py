@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from hybrid_ep.cli import EXIT_OK, UsageError, outputs
-from hybrid_ep.cli.parser import one_of
+from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs
 from hybrid_ep.cli.simulate import advise, job, latency, move, report, sweep
 from hybrid_ep.cli.simulate.request import ENGINES, KERNELS, Request
 from hybrid_ep.hardware import clusters
@@ -20,7 +18,7 @@ from hybrid_ep.perf.shape import DTYPES
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One exchange by default; --move, --sweep and --recommend are other questions about the same cluster."""
     where = parser.add_argument_group("where")
-    where.add_argument("--cluster", default="h100_8x400g", **one_of(clusters.CLUSTERS, "GPUs and links"))
+    names.add_cluster(where.add_argument, "GPUs and links", "h100_8x400g")
     where.add_argument("--nodes", type=int, default=1, help="NVLink domains of the EP group")
     where.add_argument("--ranks-per-node", type=int, help="ranks of a domain  (default: all its GPUs)")
     what = parser.add_argument_group("what is exchanged")
@@ -68,10 +66,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     cluster = clusters.get(args.cluster)
     outputs.check(args)
-    if args.trace and not Path(args.trace).resolve().parent.is_dir():
-        raise UsageError(f"--trace {args.trace}: no such folder; create it first")
-    if args.sweep and Path(args.sweep).exists() and not Path(args.sweep).is_dir():
-        raise UsageError(f"--sweep {args.sweep}: is a file; name a folder, which is made if it is not there")
+    outputs.check_file("--trace", args.trace)
+    outputs.check_folder("--sweep", args.sweep)
     if args.sources:
         report.print_sources(cluster)
         return EXIT_OK

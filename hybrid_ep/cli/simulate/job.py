@@ -9,12 +9,12 @@ import argparse
 from collections.abc import Collection
 from typing import Any
 
-from hybrid_ep.cli import UsageError
+from hybrid_ep.cli import UsageError, names
 from hybrid_ep.cli.parser import one_of
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models
+from hybrid_ep.perf import models, recommend
 from hybrid_ep.perf.shape import DTYPES
-from hybrid_ep.perf.step_time import CV_SLOW, DISPATCHERS, RECOMPUTE, Job
+from hybrid_ep.perf.step_time import CV_SLOW, DISPATCHERS, Job
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
 _ADVICE = "simulate --recommend"  # where SMs are the model's choice, and EP says that a job is meant
@@ -27,21 +27,35 @@ _FLAGS: dict[str, tuple[str, Any, Any, str]] = {
     "--tokens": ("tokens", int, 4096, "of a rank and micro-batch"),
     "--sequence": ("sequence", int, 4096, "tokens of a sequence, for the FLOPs of attention"),
     "--micro-batches": ("micro_batches", int, 32, "of the smallest job's step"),
-    "--num-sms": ("num_sms", int, 24, "SMs of each operation"),
+    "--num-sms": ("num_sms", int, 0, "SMs of each operation; 0 = as suggested"),
     "--overlap": ("overlap", float, 0.0, "share of the exchange hidden behind compute"),
     "--cv-slow": ("cv_slow", float, CV_SLOW, "variation of speed between nodes"),
 }
 _CHOICES = {
     "--precision": ("dtype", PRECISIONS, "bf16", "of the GEMMs: their share of the GPU's peak"),
+    "--dispatch-dtype": ("dispatch_dtype", DTYPES, "bf16", "of rows dispatched in the forward"),
+}
+# Whose values have other names in the step model: (field of Job, type, default, metavar, help).
+_NAMES: dict[str, tuple[str, Any, Any, str, str]] = {
     "--recompute": (
         "recompute",
-        RECOMPUTE,
+        names.recompute,
         "none",
-        "full: every layer's forward and its exchange twice; moe: the "
-        "experts' and the exchange; selective is none here",
+        "WHAT",
+        "none, selective, full or modules, as launch has them. full: every layer's forward and its exchange twice; "
+        "moe: the experts' and the exchange; other modules, and selective, are counted as free",
     ),
-    "--dispatch-dtype": ("dispatch_dtype", DTYPES, "bf16", "of rows dispatched in the forward"),
-    "--dispatcher": ("dispatcher", DISPATCHERS, "hybrid_ep", "who moves the tokens"),
+    "--dispatcher": (
+        "dispatcher",
+        names.dispatcher_of(DISPATCHERS),
+        "hybrid_ep",
+        "NAME",
+        f"who moves the tokens: one of {', '.join(map(names.dispatcher, DISPATCHERS))}",
+    ),
+}
+_FIELDS = {
+    **{flag: (field, default) for flag, (field, _, default, _) in {**_FLAGS, **_CHOICES}.items()},
+    **{flag: (field, default) for flag, (field, _, default, *_) in _NAMES.items()},
 }
 
 
@@ -54,22 +68,29 @@ def add_flags(add: Any, of: str, besides: Collection[str] = ()) -> None:
     for flag, (_, choices, default, what) in _CHOICES.items():
         if flag not in besides:
             add(flag, default=default, **one_of(choices, f"of {of}: {what}"))
+    for flag, (_, kind, default, metavar, what) in _NAMES.items():
+        if flag not in besides:
+            add(flag, type=kind, default=default, metavar=metavar, help=f"of {of}: {what}")
 
 
 def from_flags(args: argparse.Namespace, model: str, gpus: int) -> Job:
-    """UsageError or ValueError names flag or argument, value and remedy."""
-    given = {}
-    for flag, (field, kind, *_) in {**_FLAGS, **_CHOICES}.items():
-        value = given[field] = getattr(args, flag[2:].replace("-", "_"))
-        if kind is int and value < 1:
-            raise UsageError(f"{flag} {value}: must be at least 1")
-    return Job(models.get(model), clusters.get(args.cluster), gpus, **given)
+    """Without --num-sms with the SMs that the model would take. UsageError or ValueError names flag or argument, value
+    and remedy."""
+    given = {field: getattr(args, flag[2:].replace("-", "_")) for flag, (field, _) in _FIELDS.items()}
+    for flag, (field, kind, default, _) in _FLAGS.items():
+        least = min(default, 1)
+        if kind is int and given[field] < least:
+            raise UsageError(f"{flag} {given[field]}: must be at least {least}")
+    given["recompute"] = names.modelled_recompute(given["recompute"])
+    given["dispatcher"] = names.modelled_dispatcher(given["dispatcher"])
+    given["num_sms"] = given["num_sms"] or 1
+    job = Job(models.get(model), clusters.get(args.cluster), gpus, **given)
+    return job if args.num_sms else recommend.tuned(job)
 
 
 def given(args: argparse.Namespace, flags: Collection[str]) -> list[str]:
     """Those of a job's flags that are not at their defaults."""
-    known = {**_FLAGS, **_CHOICES}
-    return [flag for flag in flags if getattr(args, flag[2:].replace("-", "_")) != known[flag][2]]
+    return [flag for flag in flags if getattr(args, flag[2:].replace("-", "_")) != _FIELDS[flag][1]]
 
 
 def command_of(job: Job, verb: str = "report scaling --simulate") -> str:
@@ -78,8 +99,9 @@ def command_of(job: Job, verb: str = "report scaling --simulate") -> str:
     words = [f"hybrid-ep {verb} {job.model.name} --cluster {job.cluster.name} --gpus {job.gpus}"]
     if verb == _ADVICE:
         words.append(f"--ep {job.ep} --num-sms {job.num_sms}")
-    for flag, (field, _, default, _) in {**_FLAGS, **_CHOICES}.items():
-        if getattr(job, field) != default and not (verb == _ADVICE and flag in ("--ep", "--num-sms")):
-            value = getattr(job, field)
+    for flag, (field, default) in _FIELDS.items():
+        value = getattr(job, field)
+        if value != default and not (verb == _ADVICE and flag in ("--ep", "--num-sms")):
+            value = names.dispatcher(value) if flag == "--dispatcher" else value
             words.append(f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}")
     return " ".join(words if verb == _ADVICE else [*words, "--mode weak"])

@@ -54,7 +54,7 @@ def job_of(args: argparse.Namespace, cluster: Cluster) -> Job:
         sequence=-(-args.tokens // args.sequences),
         slices=args.slices,
         seed=args.seed,
-        rates=dwdp.rates_of(cluster, args.dtype),
+        rates=dwdp.rates_of(model, cluster, args.dtype),
     )
 
 

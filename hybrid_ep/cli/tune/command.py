@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_ep import tuning
-from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch
+from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch, names, outputs
 from hybrid_ep.cli.bench.config import BACKENDS, make_config
 from hybrid_ep.cli.bench.flags import DTYPES, int_list
-from hybrid_ep.cli.parser import Parser, one_of
+from hybrid_ep.cli.parser import Parser
 from hybrid_ep.cli.tune import report
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
@@ -38,7 +38,7 @@ def add_arguments(parser: Parser) -> None:
     where.add_argument("--backend", choices=BACKENDS, default="host", help="host tunes blocks, sim a cluster elsewhere")
     where.add_argument("--ranks", type=int, help=f"host, cuda: processes to launch, {_RANKS} if not given")
     where.add_argument("--ranks-per-node", type=int, help="ranks of one NVLink domain, all if not given")
-    where.add_argument("--cluster", **one_of(clusters.CLUSTERS, "sim: GPUs and links, h100_8x400g if not given"))
+    names.add_cluster(where.add_argument, "sim: GPUs and links, h100_8x400g if not given")
     where.add_argument("--nodes", type=int, help="sim: NVLink domains of the EP group, 1 if not given")
     what = parser.add_argument_group("what for")
     what.add_argument("--tokens", type=int_list, help="of each rank, a list; 4096 if not given, of host 1024")
@@ -65,8 +65,7 @@ def _list(numbers: tuple[int, ...]) -> str:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Returns 0, 1 (a setting changed a result), 2 (bad usage) or 3 (failure, deadline)."""
-    if args.out and not Path(args.out).resolve().parent.is_dir():
-        raise UsageError(f"-o {args.out}: no such folder; create it first")
+    outputs.check_file("-o", args.out)
     if args.out and Path(args.out).exists():
         report.write_check(args.out)
     for name, value in _DEFAULTS[args.backend].items():

@@ -277,6 +277,23 @@ def test_bad_usage_is_one_line(stats, tmp_path, capsys, arguments, message):
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ('{"num_slots": 4', "expected ',' or '}', but got '<stream end>', line 1, column 16"),
+        ("num_slots: 2\n  x: [1\n", "mapping values are not allowed here, line 2, column 4"),
+        ("num_slots: 2\n\x01", "special characters are not allowed, line 2, column 1"),
+    ],
+)
+def test_a_broken_plan_is_one_line_that_says_where(stats, tmp_path, capsys, text, said):
+    pytest.importorskip("yaml")
+    statistics.save_jsonl(tmp_path / "s.jsonl", stats)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(text)
+    assert main(["balance", "report", str(tmp_path / "s.jsonl"), "--ep", "4", "--plan", str(plan)]) == 2
+    assert capsys.readouterr().err == f"hybrid-ep balance: {plan}: not a placement file ({said})\n"
+
+
 def test_scripts_with_the_names_users_know(stats, tmp_path):
     pytest.importorskip("safetensors")
     statistics.save_tensorrt(tmp_path / "stats", stats, topk=4)

@@ -212,6 +212,9 @@ def test_rows_in_numbers_are_what_torch_has():
     (["--impl", "deep_ep-v1"], "deep_ep-v1 cannot run here: deep_ep is not importable"),
     (["--plot", "/nowhere/x"], "--plot /nowhere/x: no such folder"),
     (["--plot", __file__], "is a file; name a folder"), (["--json", "/"], "--json /: is a folder"),
+    (["--tokens", "64", "--num-sms", "0,8", "--plot", "p"], "--plot p: nothing to draw of one number of tokens"),
+    (["--backend", "sim", "--tokens", "64,64", "--plot", "p"], "--plot p: nothing to draw"),
+    (["--backend", "sim", "--preset", "hybrid-ep-blog", "--num-sms", "8", "--plot", "p"], "--plot p: nothing to draw"),
     (["--path", "latency", "--impl", "hybrid_ep"], "--path latency with --impl"),
     (["--backend", "sim", "--path", "latency"], "--num-sms with --path latency"),
     (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--op", "step"], "--op with --path latency"),
@@ -408,7 +411,7 @@ def test_plots_are_drawn_where_there_is_something_to_draw(launcher, tmp_path, ca
     assert "SMs of an operation" in svg and "simulated" in svg and "dispatch" in svg
     points = [Point(64, 0, op, name, 1.0, 0.9, 1.1, 2.0) for op in simulated.model.OPS for name in "abc"]
     said = plots.draw(points, tmp_path / "q", "a title")
-    assert [s.startswith("# not drawn: ") for s in said] == [True, True] and not list((tmp_path / "q").iterdir())
+    assert [s.startswith("# not drawn: ") for s in said] == [True, True] and not (tmp_path / "q").exists()
     made = plots.draw([*points, *(Point(99, 2, p.op, p.implementation, 2.0, 1, 3, 1.0) for p in points)],
                       tmp_path / "q", "many lines; beside them a legend")  # fmt: skip
     assert any(s.endswith("time.png") for s in made)

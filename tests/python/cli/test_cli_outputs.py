@@ -41,6 +41,35 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_work(tmp_path, caps
     assert "is a file; name a folder" in capsys.readouterr().err and (tmp_path / "file").read_text() == "mine"
 
 
+WRITERS = {
+    "balance plan": ["balance", "plan", "nowhere.jsonl", "--ep", "2", "--num-slots", "4", "-o"],
+    "tune": ["tune", "--backend", "sim", "-o"],
+    "simulate --trace": ["simulate", "--trace"],
+    "simulate --json": ["simulate", "--json"],
+    "report": ["report", "scaling", "nowhere", "--json"],
+    "bench": ["bench", "--json"],
+}
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, tmp_path, capsys, monkeypatch):
+    for place, words in ((tmp_path / "no" / "x", "no such folder; create it first"), (tmp_path, "is a folder; name a")):
+        assert cli.main([*WRITERS[command], str(place)]) == cli.EXIT_USAGE
+        said = capsys.readouterr().err
+        assert f"{WRITERS[command][-1]} {place}: {words}" in said and said.count("\n") == 1
+    monkeypatch.setattr(outputs.os, "access", lambda path, _: path != tmp_path)  # root may write everywhere
+    assert cli.main([*WRITERS[command], str(tmp_path / "x")]) == cli.EXIT_FAILED
+    assert capsys.readouterr().err == f"hybrid-ep: {tmp_path / 'x'}: Permission denied\n"
+
+
+def test_folders_for_pictures_are_asked_for_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(outputs.os, "access", lambda path, _: path != tmp_path)
+    assert cli.main(["simulate", "--sweep", str(tmp_path / "a" / "b")]) == cli.EXIT_FAILED
+    assert cli.main(["balance", "report", "nowhere", "--plot", str(tmp_path / "p")]) == cli.EXIT_FAILED
+    assert capsys.readouterr().err.count("Permission denied") == 2
+    outputs.check_file("--json", "/dev/stdout")
+
+
 def test_a_picture_s_file_still_works_where_it_did_with_a_warning(tmp_path, capsys):
     assert outputs.picture(str(tmp_path / "old.png"), "scaling") == tmp_path / "old"
     assert "still works, write --plot FOLDER" in capsys.readouterr().err
@@ -97,6 +126,21 @@ def test_hardware_has_the_same_names_everywhere():
     from recipes.cluster import HARDWARE
 
     assert set(HARDWARE) <= set(clusters.CLUSTERS)
+
+
+@pytest.mark.parametrize("command", ["simulate", "bench", "tune", "report scaling", "launch"])
+def test_every_command_takes_the_same_names_of_clusters(command, monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "launch", cli.Command("recipes.launch_command", "train a recipe"))
+    words = command.split()
+    parser = cli.build_parser(words[0])
+    for name in ("gb200_nvl36", "b200_8x400g"):
+        assert parser.parse_args([*words, "--cluster", name]).cluster == name
+    assert capsys.readouterr().err == ""
+    assert parser.parse_args([*words, "--cluster", "b200_8"]).cluster == "b200_8x400g"
+    assert "warning: --cluster b200_8 still works, write --cluster b200_8x400g" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parser.parse_args([*words, "--cluster", "abacus"])
+    assert "invalid choice: 'abacus'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
 from hybrid_ep.cli.report.scaling import MODES, Row, split
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models
+from hybrid_ep.perf import models, recommend
 from hybrid_ep.perf.step_time import Job, step
 
 yaml = pytest.importorskip("yaml")
@@ -89,7 +89,7 @@ def test_tables_from_the_simulator_are_the_step_model_s(tmp_path, capsys):
     by = {(r["mode"], r["gpus"]): r for r in document["rows"]}
     for mode, gpus, batches in (("weak", 64, 32), ("strong", 64, 4), ("strong", 8, 32)):
         model, cluster = models.get("qwen3_30b_a3b"), clusters.get("b200_8x400g")
-        job = Job(model, cluster, gpus, 8, micro_batches=batches, cv_slow=0.034)
+        job = recommend.tuned(Job(model, cluster, gpus, 8, micro_batches=batches, cv_slow=0.034))
         assert by[mode, gpus]["step_s"] == step(job).seconds
         assert by[mode, gpus]["tokens_per_step"] == 4096 * batches * gpus
         assert by[mode, gpus]["tokens_per_s_per_gpu"] == pytest.approx(step(job).tokens_per_s_per_gpu, rel=1e-9)
@@ -130,6 +130,7 @@ def test_every_mode_is_drawn_with_its_own_lines_alone(tmp_path, capsys, mode, si
         (["--simulate", "qwen3_30b_a3b", "--gpus", "12"], "gpus=12"),
         (["--simulate", "qwen3_30b_a3b", "--ep", "7"], "ep=7"),
         (["--simulate", "qwen3_30b_a3b", "--micro-batches", "0"], "--micro-batches 0"),
+        (["--simulate", "qwen3_30b_a3b", "--num-sms", "-1"], "--num-sms -1: must be at least 0"),
         (["--simulate", "qwen3_30b_a3b", "--gpus", "8,1024", "--micro-batches", "32"], "give a multiple of 128"),
     ],
 )
@@ -149,6 +150,44 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, capsys):
     (tmp_path / "b" / "config.yaml").write_text("- 1\n")
     assert main(["report", "scaling", other]) == EXIT_USAGE
     assert "its config.yaml is none of a run" in capsys.readouterr().err
+    (tmp_path / "b" / "config.yaml").write_text("a: 1\nb: [1\n")
+    assert main(["report", "scaling", other]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert "config.yaml: not valid YAML (" in said and "line 3, column 1" in said and said.count("\n") == 1
     (tmp_path / "a" / "metrics.jsonl").unlink()
     assert main(["report", "scaling", one]) == EXIT_USAGE
     assert "no metrics.jsonl" in capsys.readouterr().err
+
+
+def simulated(capsys, tmp_path, *flags):
+    """(header, rows) of a small job."""
+    asked = ["report", "scaling", "--simulate", "deepseek_v3", "--gpus", "64", "--mode", "weak", *flags]
+    assert main([*asked, "--json", str(tmp_path / "s.json")]) == EXIT_OK
+    return capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())["rows"]
+
+
+def test_the_names_of_launch_are_understood(tmp_path, capsys):
+    by = {flags: simulated(capsys, tmp_path, *flags.split()) for flags in (
+        "--dispatcher a2a", "--dispatcher alltoall", "--recompute selective", "--recompute none",
+        "--recompute mla_up_proj,moe", "--recompute moe", "--num-sms 0", "",
+    )}  # fmt: skip
+    assert by["--dispatcher a2a"] == by["--dispatcher alltoall"] and "  alltoall, bf16" in by["--dispatcher a2a"][0]
+    for given, counted in (("selective", "none"), ("mla_up_proj,moe", "moe")):
+        assert f"recompute {given} (counted: {counted})" in by[f"--recompute {given}"][0]
+        assert by[f"--recompute {given}"][1] == by[f"--recompute {counted}"][1]
+    assert by["--recompute moe"][1] != by[""][1] and by["--num-sms 0"] == by[""]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--dispatcher", "allgather"], "allgather is known to CPU recipes of launch"),
+        (["--dispatcher", "x"], "use one of hybrid_ep, published_hybrid_ep, node_dedup, alltoall, deepep_v1;"),
+        (["--recompute", "some"], "'some': use none, selective, full, or some of core_attn,"),
+    ],
+)
+def test_names_that_mean_nothing_here_say_where_they_do(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        main(["report", "scaling", "--simulate", "deepseek_v3", *flags])
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1

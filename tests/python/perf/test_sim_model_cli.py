@@ -1,12 +1,13 @@
 """`hybrid-ep simulate` as a user meets it: what it prints and writes, and what it says to bad input."""
 
 import json
+import re
 import sys
 
 import pytest
 
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
-from hybrid_ep.perf import events, trace
+from hybrid_ep.perf import events, recommend, trace
 
 SMALL = [
     "simulate",
@@ -154,10 +155,37 @@ def test_sources(capsys):
         (["--trace", "/nowhere/t.json"], "no such folder"),
         (["--load", "x", "--routing", "zipf:1"], "one of them"),
         (["--recommend", "mixtral_8x7b"], "--gpus"),
-        (["--recommend", "deepseek_v3", "--gpus", "8"], "take more"),
+        (["--recommend", "deepseek_v3", "--gpus", "0"], "--gpus 0: must be at least 1"),
+        (["--recommend", "deepseek_v3", "--gpus", "8"], "give --gpus 256, the nearest that fit"),
+        (["--recommend", "deepseek_v3", "--gpus", "99999"], "give --gpus 99968 or --gpus 100096, the nearest"),
+        (["--recommend", "deepseek_v3", "--recompute", "moe,mpl"], "'mpl': use none, selective, full, or some of"),
+        (["--trace", "/"], "--trace /: is a folder"),
+        (["--sweep", __file__], "is a file; name a folder"),
     ],
 )
 def test_bad_input_is_one_sentence(flags, word, capsys):
-    assert main(["simulate", *flags]) == EXIT_USAGE
+    try:
+        code = main(["simulate", *flags])
+    except SystemExit as error:  # of the parser
+        code = error.code
+    assert code == EXIT_USAGE
     error = capsys.readouterr().err
     assert word in error and "Traceback" not in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("gpus", [8, 99999])
+@pytest.mark.parametrize("cluster", ["h100_8x400g", "gb200_nvl72"])
+def test_the_numbers_of_gpus_that_an_error_names_fit(gpus, cluster, capsys, monkeypatch):
+    asked = ["simulate", "--recommend", "deepseek_v3", "--cluster", cluster, "--gpus"]
+    assert main([*asked, str(gpus)]) == EXIT_USAGE
+    named = re.findall(r"--gpus (\d+)", capsys.readouterr().err)
+    assert named and str(gpus) not in named
+    found = recommend.recommend
+    monkeypatch.setattr(recommend, "recommend", lambda *a, **o: found(*a, **{**o, "watch": _first}))
+    for number in named:
+        assert main([*asked, number]) == EXIT_OK
+
+
+def _first(layouts):
+    """One layout is enough to see that there are some."""
+    return list(layouts)[:1]

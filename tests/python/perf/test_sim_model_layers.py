@@ -72,7 +72,7 @@ def test_a_step_adds_up():
         {"cv_slow": 0.05},
         {"fixed_us": 100.0},
         {"imbalance": 0.5},
-        {"efficiency": 0.2},
+        {"efficiency": 0.1},
         {"grad_overlap": 0.0},
         {"micro_batches": 8},
         {"recompute": "full"},

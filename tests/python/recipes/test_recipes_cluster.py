@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hybrid_ep.spares import SpareSlots
 from hybrid_ep.testing import VirtualWorld
-from recipes import CLUSTER_RECIPES, megatron_arguments, memory, sbatch
+from recipes import CLUSTER_RECIPES, get_recipe, megatron_arguments, memory, sbatch
 from recipes.cluster import HARDWARE
 from recipes.cluster_summary import describe
 
@@ -422,3 +422,36 @@ def test_slurm_lines_take_no_tricks(field):
     values = dict(name="j", folder="/r", workdir="/", nodes=1, tasks_per_node=1, command=["x"], preflight=["y"])
     with pytest.raises(ValueError, match=field):
         sbatch.Job(**{**values, field: "x\n#SBATCH --uid=0"})
+
+
+def test_times_are_those_that_slurm_takes():
+    """The forms of sbatch's manual, and the words of its parser."""
+    values = dict(name="j", folder="/r", workdir="/", nodes=1, tasks_per_node=1, command=["x"], preflight=["y"])
+    for good in (
+        "",
+        "0",
+        "90",
+        "90:00",
+        "24:00:00",
+        "2-0",
+        "1-12",
+        "1-12:30",
+        "1-12:30:00",
+        "UNLIMITED",
+        "infinite",
+        "-1",
+    ):
+        text = sbatch.script(sbatch.Job(**values, time=good))
+        assert (f"#SBATCH --time={good}\n" in text) == bool(good)
+    for bad in ("banana", "1h", "1-", "-5", "1:2:3:4", "1-2:3:4:5", "1-2-3", ":30", "1.5", "24:00:"):
+        with pytest.raises(ValueError, match="is no time of Slurm; write minutes, MM:SS"):
+            sbatch.Job(**values, time=bad)
+
+
+def test_names_of_the_step_model_are_understood():
+    run = CLUSTER_RECIPES["mixtral_8x7b"]("b200_8").derive(dispatcher="a2a")
+    assert (run.dispatcher, run.hardware.name) == ("alltoall", "b200_8x400g")
+    with pytest.raises(ValueError, match="cluster='gb200_nvl36': .* simulate, report, tune and bench predict it"):
+        CLUSTER_RECIPES["mixtral_8x7b"]("gb200_nvl36")
+    small = get_recipe("tiny_cpu").derive(parallel={"dispatcher": "a2a"})
+    assert small.parallel.dispatcher == "alltoall"
