@@ -14,6 +14,7 @@ from . import memory
 from .cluster import ClusterRun
 
 _OVERLAP = 0.9  # of the exchange, behind the compute of another micro-batch: assumed, as for gradients
+_DEAR = 0.1  # of the step: launches worth a word
 _CLOSE = 0.01  # two steps nearer than this are the same to a model with residuals of several per cent
 
 
@@ -59,6 +60,7 @@ def predict(run: ClusterRun) -> str:
             f"{step_time.said_of_compute(job)}, {again}{hidden}, no load imbalance, nodes that differ by "
             f"{job.cv_slow:.1%})",
             training.said_of(job),
+            *_of_launches(run, step),
             *_side_by_side(run, job),
             f"the same by another verb: {command_of(job)}",
             f"among other layouts: {command_of(job, 'simulate --recommend')}",
@@ -66,6 +68,26 @@ def predict(run: ClusterRun) -> str:
             "same --set",
         ]
     )
+
+
+def _of_launches(run: ClusterRun, step: step_time.Step) -> list[str]:
+    """What a larger micro-batch would take, which pays for its launches once, where they are dear; same SMs."""
+    share = step.shares["launches"]
+    if share < _DEAR:
+        return []
+    found = []
+    for size in (n * run.micro_batch_size for n in (2, 4, 8)):
+        try:
+            made = run.derive(micro_batch_size=size)
+            memory.check_fits(made)
+        except ValueError:  # more than memory holds, or no part of the batch
+            break
+        found.append((step_time.step(job_of(made)).seconds, size))
+    said = f"launches of layers are {share:.0%} of the step: "
+    if not found:
+        return [f"{said}no larger micro_batch_size fits memory and batch"]
+    seconds, size = min(found)
+    return [f"{said}--set micro_batch_size={size} fits and is predicted to take {seconds:.2f} s"]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ ARCHITECTURE = Architecture(
 )
 # Sizes and SMs are the performance model's, within some per cent of the fastest that fits and spreads experts at all:
 # docs/results/recipe-layouts.md. A host takes as long to launch a layer for one sequence as for four, so that several
-# make a micro-batch where memory allows it; on Blackwell they are as many as in Megatron Bridge's summaries.
+# make a micro-batch where memory allows it; on Blackwell they are as many as in Megatron Bridge's.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=512, num_sms=16),
     "h800_8x400g": dict(num_sms=8),
@@ -45,6 +45,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         precision="mxfp8",
         num_sms=24,
     ),
+    "b300_8x800g": dict(micro_batch_size=8),
     "gb200_nvl72": dict(
         num_hosts=4,
         tensor=1,
@@ -55,6 +56,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         precision="mxfp8",
         num_sms=32,
     ),
+    "gb300_nvl72": dict(micro_batch_size=8),
 }
 
 

@@ -1,7 +1,7 @@
 """What a training step would take without balancing and with it, on clusters that are not here: all of it a prediction.
 
     python scripts/experiment_balance_steps.py [--engine model,events] [--zipf 1.0,...] [--json FILE] [--markdown]
-    python scripts/experiment_balance_steps.py --redo FILE                  the tables again, from the rows of FILE
+    python scripts/experiment_balance_steps.py --redo FILE       the tables again: exchanges of FILE, steps anew
 
 DeepSeek-V3's layers, zipf routing whose hot experts differ from layer to layer and drift from micro-batch to
 micro-batch. Drawn tokens are planned by the library's own planners, their columns rewritten as a rank does it, and the
@@ -179,9 +179,8 @@ def rows(
             moved = np.mean([exchange(engine, one, job) for one in made], axis=0)
             left = replace(job, imbalance=float(np.mean([one.imbalance for one in made])))
             pushed = float(np.mean([one.pushed_us for one in made]))
-            free = step(left, Layer(float(moved.sum())))
-            charged = step(left, Layer(float(moved.sum()), pushed))
             yield {
+                **steps(left, float(moved.sum()), pushed),
                 "cluster": cluster,
                 "engine": engine,
                 "EP": shape.ranks,
@@ -193,11 +192,21 @@ def rows(
                 "dispatch_us": float(moved[0]),
                 "combine_us": float(moved[1]),
                 "pushed_us": pushed,
-                "step_s": charged.seconds,
-                "step_without_pushes_s": free.seconds,
                 "layers": num_layers,
                 "processor_s": round(time.thread_time() - start, 1),
             }
+
+
+def steps(job: Job, exchange_us: float, pushed_us: float) -> dict[str, float]:
+    """Seconds of a step, and of one whose pushes cost nothing."""
+    charged, free = (step(job, Layer(exchange_us, pushed)).seconds for pushed in (pushed_us, 0.0))
+    return {"step_s": charged, "step_without_pushes_s": free}
+
+
+def again(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of an earlier run with the steps that the model has now."""
+    job = replace(job_of(row["cluster"], *ENGINES[row["engine"]]), imbalance=row["imbalance"])
+    return row | steps(job, row["dispatch_us"] + row["combine_us"], row["pushed_us"])
 
 
 def markdown(made: list[dict[str, Any]]) -> str:
@@ -230,10 +239,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=3, help="layers a row is the mean of")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the rows here, after every row")
-    parser.add_argument("--redo", type=Path, nargs="+", help="print the tables of these files' rows, and run nothing")
+    parser.add_argument("--redo", type=Path, nargs="+", help="print tables of these files' rows with steps timed anew")
     args = parser.parse_args(argv)
     if args.redo:
-        print(markdown([row for file in args.redo for row in json.loads(file.read_text())["rows"]]))
+        print(markdown([again(row) for file in args.redo for row in json.loads(file.read_text())["rows"]]))
         return 0
     engines = args.engine.split(",")
     if strange := [e for e in engines if e not in ENGINES]:

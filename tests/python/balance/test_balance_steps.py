@@ -54,6 +54,18 @@ def test_modes_agree_with_their_columns(mode):
         assert got.imbalance <= 0.0101
 
 
+@pytest.mark.parametrize("pushed_us", [0.0, 300.0])
+def test_a_row_timed_again_has_the_steps_of_its_exchange(pushed_us, monkeypatch):
+    monkeypatch.setitem(steps.ENGINES, "model", (16, 256))
+    row = {"cluster": "gb200_nvl72", "engine": "model", "imbalance": 0.2, "dispatch_us": 50.0, "combine_us": 70.0}
+    row |= {"pushed_us": pushed_us, "step_s": 0.0, "step_without_pushes_s": 0.0}
+    got = steps.again(row)
+    job = replace(steps.job_of("gb200_nvl72", 16, 256), imbalance=0.2)
+    assert got["step_s"] == step_time.step(job, Layer(120.0, pushed_us)).seconds
+    assert got["step_without_pushes_s"] == step_time.step(job, Layer(120.0)).seconds
+    assert got.keys() == row.keys() and got["dispatch_us"] == 50.0
+
+
 def test_pushes_are_charged_to_the_busiest_port():
     nic, nvlink = SMALL.cluster.nic.rate * 1e3, SMALL.cluster.gpu.nvlink_rate * 1e3
     assert steps.port_us([], 1e6, SMALL) == 0

@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_ep.perf.step_time import step
 from hybrid_ep.spares import SpareSlots
 from hybrid_ep.testing import VirtualWorld
 from recipes import CLUSTER_RECIPES, get_recipe, megatron_arguments, memory, sbatch
 from recipes.cluster import HARDWARE
-from recipes.cluster_summary import describe
+from recipes.cluster_summary import describe, job_of
 
 VARIANTS = [(name, hardware) for name in CLUSTER_RECIPES for hardware in HARDWARE]
 # The tensors of the published checkpoints, summed; DeepSeek-V3 without its multi-token-prediction layer.
@@ -32,6 +33,22 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name):
     assert CLUSTER_RECIPES[name]("h100_8x400g").architecture.total_params == PUBLISHED[name]
+
+
+def said_of_launches(run):
+    return [line for line in describe(run).splitlines() if line.startswith("launches of layers are")]
+
+
+def test_dear_launches_are_said_with_a_larger_micro_batch_that_fits():
+    run = CLUSTER_RECIPES["mixtral_8x7b"]("b200_8x400g").derive(micro_batch_size=1)
+    (line,) = said_of_launches(run)
+    size, seconds = re.search(r"--set micro_batch_size=(\d+) .* take ([\d.]+) s", line).groups()
+    larger = run.derive(micro_batch_size=int(size))
+    assert memory.check_fits(larger) and step(job_of(larger)).seconds == pytest.approx(float(seconds), abs=0.006)
+    assert step(job_of(run)).seconds > 1.1 * float(seconds)
+    (full,) = said_of_launches(CLUSTER_RECIPES["deepseek_v3"]("b200_8x400g"))
+    assert full.endswith("no larger micro_batch_size fits memory and batch")
+    assert not said_of_launches(CLUSTER_RECIPES["mixtral_8x7b"]("gb200_nvl72"))
 
 
 @pytest.mark.parametrize("name, hardware", VARIANTS)
