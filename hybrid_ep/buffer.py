@@ -58,7 +58,8 @@ class HybridEPBuffer(PlansClones, Meters, Named):
     * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: as many as come,
       docs/design.md#memory). `overflow`: what a blocking call does with more rows than capacity_factor or
       num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
-    * `timeout_s`: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). `executor`: one of _core.executors().
+    * `timeout_s`: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). `executor`: one of _core.executors()
+      (default HYBRID_EP_EXECUTOR, else cuda for a group of nccl, host for others).
     * `comm_stream`: where calls run, in order with the caller's stream on both ends: a torch.cuda.Stream, "own" (one is
       made), or None, the current stream. Every verb also takes `async_finish` (True: the result has one element more, a
       streams.EventOverlap; without waiting for it the result is not to be used on another stream) and `previous_event`
@@ -126,7 +127,7 @@ class HybridEPBuffer(PlansClones, Meters, Named):
                 capacity_factor=capacity_factor,
                 overflow=overflow,
                 timeout_s=timeout_s,
-                executor=executor,
+                executor=options.asked_executor(executor, view),
                 tuning_file=tuning,
                 arena_mib=arena_mib,
                 num_sms_preprocessing_api=num_sms_preprocessing_api,

@@ -79,8 +79,9 @@ TABLE = {
             "HYBRID_EP_EXECUTOR",
             str,
             "name of an executor",
-            "host",
-            "Which machine runs the pipeline; hybrid_ep._core.executors() lists them.",
+            None,
+            "Which machine runs the pipeline; hybrid_ep._core.executors() lists them. Default: cuda for a group that "
+            "nccl serves, host for others.",
         ),
         Variable(
             "HYBRID_EP_NUM_BLOCKS",

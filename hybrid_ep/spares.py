@@ -90,7 +90,7 @@ class SpareSlots:
                 capacity_factor=None,
                 overflow="raise",
                 timeout_s=timeout_s,
-                executor=executor,
+                executor=options.asked_executor(executor, view),
                 tuning_file="",
                 arena_mib=0,
             )

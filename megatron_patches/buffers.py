@@ -19,6 +19,7 @@ from hybrid_ep import env
 from hybrid_ep.balance import MicrobatchOptions
 from hybrid_ep.runtime import devices, topology
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
+from hybrid_ep.runtime.options import asked_executor
 
 if TYPE_CHECKING:
     from hybrid_ep import HybridEPBuffer
@@ -137,12 +138,13 @@ def num_nodes(group: dist.ProcessGroup, wanted: Settings) -> int:
 
 def _find_places(group: dist.ProcessGroup, wanted: Settings) -> _Places:
     """The same on every rank; ValueError on all of them where they differ in what they were told, or one cannot run."""
-    meet = Rendezvous(GroupView.of(group), wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S"))
+    view = GroupView.of(group)
+    meet = Rendezvous(view, wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S"))
     try:
         declared, origin = wanted.exchange.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
         if declared is None:
             declared, origin = topology.requested_ranks_per_node(None)
-        executor = env.get("HYBRID_EP_EXECUTOR")
+        executor = asked_executor(None, view)
         probed = devices.is_probed(executor) and declared is None
         device = devices.current() if probed else None
     except Exception as error:

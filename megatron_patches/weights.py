@@ -25,6 +25,7 @@ import torch.distributed as dist
 from hybrid_ep import env
 from hybrid_ep.runtime import devices
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
+from hybrid_ep.runtime.options import asked_executor
 from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
 from megatron_patches import graphs, settings, weights_choice
 from megatron_patches.experts import GroupedExperts
@@ -270,11 +271,12 @@ class GroupWeights:
     def set_up(self, config: TransformerConfig, num_tokens: int, device: torch.device) -> None:
         """Decide what travels in each layer, register memory, exchange handles. Collective, once.
 
-        ValueError where tensors lie elsewhere than HYBRID_EP_EXECUTOR says, where ranks of the host's executor lie on
+        ValueError where tensors lie elsewhere than the executor's, where ranks of the host's executor lie on
         several hosts, or GPUs do not map each other's memory: experts are read from memory that ranks share."""
         limit = self.wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S")
-        meet = Rendezvous(GroupView.of(self.group), limit)
-        owners, executor = self.layers[0].owners, env.get("HYBRID_EP_EXECUTOR")
+        view = GroupView.of(self.group)
+        meet = Rendezvous(view, limit)
+        owners, executor = self.layers[0].owners, asked_executor(None, view)
         on_gpus = devices.is_cuda(executor)
         mine = {"tokens": num_tokens, "host": socket.gethostname()}
         common = {

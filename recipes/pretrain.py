@@ -116,7 +116,9 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Sets what torch and Megatron-Core read when imported, then installs CPU shim and dispatcher."""
+    """Sets what torch and Megatron-Core read when imported, then installs CPU shim and dispatcher. GPUs are hidden: a
+    recipe for CPUs trains on them, whatever else the machine has."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch asks the driver once, later
     if not config.runtime.torch_compile:
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

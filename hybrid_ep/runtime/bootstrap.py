@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hybrid_ep import _core
@@ -42,7 +43,8 @@ class PosixSegments:
 @dataclass(frozen=True)
 class GroupView:
     """What hybrid_ep needs of a process group. segments: how its ranks share memory. world_rank: this rank's number in
-    the whole job, which is its number in the group where there is no job around it."""
+    the whole job, which is its number in the group where there is no job around it. of_gpus: its tensors are GPUs', by
+    the backend that torch has for them."""
 
     rank: int
     size: int
@@ -50,6 +52,7 @@ class GroupView:
     store: dist.Store
     segments: Segments
     world_rank: int
+    of_gpus: bool = False
 
     @property
     def virtual(self) -> bool:
@@ -66,13 +69,19 @@ class GroupView:
             else:  # older PyTorch
                 store = dist.distributed_c10d._world.pg_map[group][1]
             world_rank = dist.get_rank() if dist.is_initialized() else group.rank()
-            return cls(group.rank(), group.size(), group.group_name, store, PosixSegments(), world_rank)
+            segments, of_gpus = PosixSegments(), _has_nccl(group)
+            return cls(group.rank(), group.size(), group.group_name, store, segments, world_rank, of_gpus)
         if all(hasattr(group, a) for a in ("rank", "size", "group_name", "store", "segments")):
             return cls(group.rank(), group.size(), group.group_name, group.store, group.segments, group.rank())
         raise ValueError(
             f"group={group!r} is not a torch.distributed process group that this rank belongs to; call "
             "init_process_group and give torch.distributed.group.WORLD or a new_group() with this rank"
         )
+
+
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether nccl serves it, on a machine with a GPU: torch names it for groups of any backend on machines without."""
+    return torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
 
 
 class Rendezvous:

@@ -16,13 +16,13 @@ from hybrid_ep.hardware import block_split
 from hybrid_ep.runtime import clones as clone_plans
 from hybrid_ep.runtime import device_arena, devices, nvshmem, sm_plan, topology, validation
 from hybrid_ep.runtime import spares as spare_slots
-from hybrid_ep.runtime.bootstrap import Rendezvous, agree
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
 
 OVERFLOW_POLICIES = ("raise", "drop")
 TOPIC = "buffer"  # of the exchange in which ranks compare their options
 _MOST_DEFAULT_ARENA = 1 << 30  # bytes
 _FIRST_TOPK = 8  # room for this many experts a token before the first growth
-_ASKED = "(executor= or HYBRID_EP_EXECUTOR asks for it)"
+_ASKED = "(executor= or HYBRID_EP_EXECUTOR asks for it, or a group with nccl)"
 
 
 @dataclass
@@ -322,10 +322,15 @@ def parse(
     )
 
 
-def machine(executor: Any) -> tuple[str, torch.device]:
-    """An executor's name, that of HYBRID_EP_EXECUTOR for None, and where its tensors lie. ValueError where none has
-    that name, or it cannot be used here."""
+def asked_executor(executor: Any, view: GroupView) -> Any:
+    """The executor that an argument names, else HYBRID_EP_EXECUTOR, else "cuda" for a group of GPUs, "host" for others.
+    Nothing takes the place of one that cannot be used: `machine` refuses it."""
     executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
+    return executor if executor is not None else "cuda" if view.of_gpus else "host"
+
+
+def machine(executor: Any) -> tuple[str, torch.device]:
+    """An executor's name, and where its tensors lie. ValueError where none has that name, or it cannot be used here."""
     device = _device(executor)
     if executor == nvshmem.EXECUTOR:  # asked for by name: whatever path there is between the nodes
         try:

@@ -131,5 +131,5 @@ def choose(executor: str | None, view: GroupView) -> tuple[str, Machine]:
             f"executor={executor!r}: weights that travel are pulled out of memory that ranks map, and NVSHMEM's heap "
             "is not; give 'cuda'"
         )
-    name, device = options.machine(executor)
+    name, device = options.machine(options.asked_executor(executor, view))
     return name, HostMemory(view) if device.type == "cpu" else DeviceMemory(view, device)

@@ -43,9 +43,9 @@ class ExpertStore:
     an NVLink domain.
 
     group: torch process group, or what stands for one (`GroupView.of`). layout: the same on every rank. timeout_s: of
-    every wait, `HYBRID_EP_TIMEOUT_S` when None. executor: whose memory the weights lie in, as for HybridEPBuffer
-    (`HYBRID_EP_EXECUTOR` when None): the host's, or with "cuda" that of the current device. Collective, through the
-    group's store. Raises ValueError where layouts or executors differ, the group has another size, or GPUs do not reach
+    every wait, `HYBRID_EP_TIMEOUT_S` when None. executor: whose memory the weights lie in, chosen as for
+    HybridEPBuffer: the host's, or with "cuda" that of the current device. Collective, through the group's store. Raises
+    ValueError where layouts or executors differ, the group has another size, or GPUs do not reach
     each other; BootstrapError where ranks are missing; MemoryError where there is no room.
 
     On a GPU calls work on the caller's current stream, in its order, and may be made on several. CUDA graphs cannot

@@ -1,4 +1,5 @@
-"""Every GPU recipe resolves to flags that the installed Megatron parses, validates and turns into a configuration."""
+"""Every GPU recipe resolves to flags that the installed Megatron parses, validates and turns into a configuration; so
+does the training of docs/first_hour.md."""
 
 import os
 import subprocess
@@ -16,6 +17,7 @@ pytest.importorskip("megatron.training.arguments", reason="megatron.training is 
 # which Transformer Engine are the only questions that get another answer than this machine's.
 PROGRAM = """
 import os, sys, types
+from pathlib import Path
 from recipes import CLUSTER_RECIPES
 from recipes.cluster import HARDWARE
 from recipes.megatron_arguments import environment, megatron_arguments
@@ -60,6 +62,17 @@ for mode in ("off", "exact"):
     args = check("graphs " + mode, graphed)
     assert graphs.with_dispatch(types.SimpleNamespace(**vars(args))) is None
     assert "moe_router" in graphs.with_router(types.SimpleNamespace(**vars(args)))
+training = Path("docs/first_hour.md").read_text().partition("pretrain_gpt.py")[2].partition("```")[0]
+training = " ".join(word for word in training.split() if word != chr(92))
+for gpus in (1, 2, 4, 8):
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(gpus))
+    sys.argv = ["pretrain_gpt.py", *training.replace("$GPUS", str(gpus)).split()]
+    args = arguments.parse_args()
+    arguments.validate_args(args, {})
+    assert args.hybrid_ep and args.expert_model_parallel_size == gpus and args.transformer_impl == "local"
+    print("FIRST HOUR", flush=True)
 check("fsdp", small.derive(sharding="megatron_fsdp"))
 try:
     check("unknown", small, "--no-such-flag")
@@ -72,6 +85,7 @@ def test_megatron_accepts_every_variant_and_no_flag_that_it_does_not_know():
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        cwd=Path(__file__).parents[2],
         env=environment,
         text=True,
         capture_output=True,
@@ -80,5 +94,6 @@ def test_megatron_accepts_every_variant_and_no_flag_that_it_does_not_know():
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     balances_graphs_and_fsdp = 6
+    assert done.stdout.count("FIRST HOUR") == 4
     assert done.stdout.count("ACCEPTED") == len(CLUSTER_RECIPES) * len(HARDWARE) + balances_graphs_and_fsdp
     assert "REFUSED 2" in done.stdout and "--no-such-flag" in done.stderr

@@ -1,4 +1,5 @@
-"""Fixtures: one world of processes for the whole run, and every example reproducible."""
+"""Fixtures: one world of processes for the whole run, and every example reproducible. GPUs are hidden: what needs one
+is in tests/gpu."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest

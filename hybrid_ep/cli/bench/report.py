@@ -156,6 +156,7 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str], 
         for label, count in (("ranks", config.num_ranks), ("nodes", nodes))
     )
     bottleneck = "rail (between nodes)" if nodes > 1 else "node (between ranks of the node)"
+    base = names[0] if names else "-"
     yield (
         f"# hybrid-ep bench {environment['version']}  EP {config.num_ranks} ({count(nodes, 'node')} x "
         f"{count(local, 'rank')})  "
@@ -174,11 +175,26 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str], 
         f"{config.route_as}; {REDUCTIONS[config.reduction]} over ranks, then median of {config.iterations} "
         f"iterations ({config.warmup} warm-up), implementations interleaved{_modes(config)}"
     )
+    yield from _all_columns(bottleneck, base) if wide else _shown_columns(bottleneck, base)
+    yield f"# expected distinct destinations of a token under uniform routing: {spread}"
+    yield _titles(wide)
+    yield "#" + "".join(f"{unit:>{width}}" for _, _, width, unit in _columns(wide))[1:]
+
+
+def _shown_columns(bottleneck: str, base: str) -> Iterator[str]:
+    """The # lines on the columns of a narrow table."""
+    yield "# kernel: the part of time inside launches.  busbw: bytes over the bottleneck link / time, the link is the"
+    yield f"#   {bottleneck}.  logical: DeepEP's bytes / time.  vs_first: time / time of {base}"
+    yield f"# --wide adds {', '.join(sorted(_ONLY_WIDE))} and the definitions, which docs/benchmark.md has too"
+
+
+def _all_columns(bottleneck: str, base: str) -> Iterator[str]:
+    """The # lines on all columns."""
     yield (
         "# kernel: the part of time inside the implementation's launches, where it can be told.  "
         "permute, unpermute: of fused kernels the call with less the call without"
     )
-    yield f"# columns: {'all' if wide else 'without ' + ', '.join(sorted(_ONLY_WIDE)) + ', which --wide adds'}"
+    yield "# columns: all"
     yield (
         "# size: deduplicated payload that a rank receives, its own tokens included (largest rank; pair = "
         "both ways); quantisation scales in; no weights, counts, padding"
@@ -193,11 +209,8 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str], 
     )
     yield (
         "# logical: DeepEP's definition: (token, node) pairs, own node included, if nodes > 1; else rows "
-        "received, own tokens included.  vs_first: time / time of " + (names[0] if names else "-")
+        "received, own tokens included.  vs_first: time / time of " + base
     )
-    yield f"# expected distinct destinations of a token under uniform routing: {spread}"
-    yield _titles(wide)
-    yield "#" + "".join(f"{unit:>{width}}" for _, _, width, unit in _columns(wide))[1:]
 
 
 def _sum_name(config: Config) -> str:

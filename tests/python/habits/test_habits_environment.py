@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from small_buffer import IDX, E, H, X, make, round_trip
 from world import error_of
 
@@ -57,6 +60,47 @@ def test_habits_an_executor_in_the_environment_that_this_machine_lacks(monkeypat
         world.run(lambda rank, group: HybridEPBuffer(group, H, 8, E, timeout_s=5))
     monkeypatch.delenv("HYBRID_EP_EXECUTOR")
     world.run(lambda rank, group: round_trip(make(group)))
+
+
+GPUS, NCCL, GLOO = True, "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
+
+
+def executor_of(ctx, gpus: bool, backends: str, variable: str | None, given: str | None) -> str:
+    """Which executor a buffer of torch's own group asks for, on a machine with GPUs or without."""
+    if variable is not None:
+        os.environ["HYBRID_EP_EXECUTOR"] = variable
+    try:
+        with (
+            mock.patch.object(torch.cuda, "is_available", return_value=gpus),
+            mock.patch.object(dist, "get_backend_config", return_value=backends),
+            mock.patch.object(devices, "current", side_effect=ValueError("no library of the GPU")),
+        ):
+            with HybridEPBuffer(ctx.group(2), H, 8, 2, executor=given) as buffer:
+                round_trip(buffer)
+                return "host"
+    except ValueError as error:
+        return error_of(error)
+    finally:
+        os.environ.pop("HYBRID_EP_EXECUTOR", None)
+
+
+@pytest.mark.parametrize(
+    "gpus, backends, variable, given, said",
+    [
+        (GPUS, NCCL, None, None, "no library of the GPU (executor= or HYBRID_EP_EXECUTOR asks for it, or a group"),
+        (GPUS, "cuda:nccl", None, None, "no library of the GPU"),
+        (GPUS, NCCL, "host", None, "host"),
+        (GPUS, NCCL, None, "host", "host"),
+        (GPUS, GLOO, None, None, "host"),
+        (GPUS, GLOO, "cuda", None, "no library of the GPU"),
+        (not GPUS, NCCL, None, None, "host"),
+        (not GPUS, GLOO, None, None, "host"),
+    ],
+)
+def test_habits_a_group_with_nccl_is_one_of_gpus(world, gpus, backends, variable, given, said):
+    """It is never served by the host in silence, and a host's group needs no variable."""
+    found = world.run(executor_of, gpus, backends, variable, given, ranks=range(2))
+    assert all(said in str(one) for one in found), found
 
 
 @pytest.mark.parametrize("argument", ["num_sms_dispatch_api", "num_blocks_unpermute"])
