@@ -41,12 +41,11 @@ ARCHITECTURE = Architecture(
     rope_mscale=1.0,
     rope_mscale_all_dim=1.0,
 )
-# Sixteen, thirty-two and sixty-four chunks: embedding, MTP and loss count as a layer each.
+# Sixteen and sixty-four chunks: embedding, MTP and loss count as a layer each.
 _CHUNKS_16 = "Et*3|(tttt|)*14ttmL"
-_CHUNKS_32 = "Et|(tt|)*30mL"
 _CHUNKS_64 = "E|(t|)*61m|L"
 # Sizes and SMs are the performance model's, within some per cent of the fastest that fits with room to spare:
-# docs/results/recipe-layouts.md. On B200 they are those of Megatron Bridge's summary of 26.02, EP 8 and PP 16.
+# docs/results/recipe-layouts.md. On B200 they are those of Megatron Bridge's summary of 26.04.01.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(
         num_hosts=128,
@@ -63,14 +62,16 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "b200_8x400g": dict(
         num_hosts=32,
         tensor=1,
-        pipeline=16,
+        pipeline=8,
         virtual_pipeline=2,
-        expert=8,
+        expert=32,
+        overlap=True,
         precision="mxfp8",
-        pipeline_layout=_CHUNKS_32,
-        num_sms=16,
+        pipeline_layout=_CHUNKS_16,
+        num_sms=4,
         global_batch_size=2048,
     ),
+    "b300_8x800g": dict(num_sms=8),
     "gb200_nvl72": dict(
         num_hosts=64,
         tensor=1,

