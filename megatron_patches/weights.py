@@ -290,9 +290,8 @@ class GroupWeights:
                 if (where.type == "cuda") != on_gpus:
                     raise ValueError(
                         f"--hybrid-ep-move {self.wanted.weights.move}: {name} are on {where}, and "
-                        f"HYBRID_EP_EXECUTOR={executor} has weights travel in memory of "
-                        f"{'GPUs' if on_gpus else 'the host'}: set it to {'host' if on_gpus else 'cuda'}, or move "
-                        "tokens"
+                        f"executor {executor} has weights travel in memory of {'GPUs' if on_gpus else 'the host'}: set "
+                        f"HYBRID_EP_EXECUTOR={'host' if on_gpus else 'cuda'}, or move tokens"
                     )
         except ValueError as error:
             meet.refuse("weights", error)
