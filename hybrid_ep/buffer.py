@@ -79,6 +79,8 @@ class HybridEPBuffer(PlansClones, Meters, Named):
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
     DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
 
+    _asked_executor = staticmethod(options.asked_executor)
+
     def __init__(
         self,
         group: dist.ProcessGroup | GroupLike,
@@ -127,7 +129,7 @@ class HybridEPBuffer(PlansClones, Meters, Named):
                 capacity_factor=capacity_factor,
                 overflow=overflow,
                 timeout_s=timeout_s,
-                executor=options.asked_executor(executor, view),
+                executor=self._asked_executor(executor, view),
                 tuning_file=tuning,
                 arena_mib=arena_mib,
                 num_sms_preprocessing_api=num_sms_preprocessing_api,

@@ -1,8 +1,7 @@
 """What every command writes beside its text, and under which flags: `--json FILE` and `--plot FOLDER`.
 
 Both, and the files of other flags, are checked before any work is done, and what was written is said in one form:
-`# written: PATH`. With `--json -`
-the document goes to stdout and the text for people to stderr."""
+`# written: PATH`. With `--json -` the document goes to stdout and the text for people to stderr."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def check(args: argparse.Namespace, picture_files: bool = False) -> None:
     """UsageError where --json or --plot (if the command has them) name what cannot be written or drawn. picture_files:
     of a command whose --plot still takes FILE.png too."""
     to_json, to_plot = getattr(args, "json", None), getattr(args, "plot", None)
-    if to_json and to_json != STDOUT:
+    if to_json is not None and to_json != STDOUT:
         check_file("--json", to_json)
     if to_plot:
         _check_parent("--plot", to_plot)
@@ -64,8 +63,8 @@ def check_file(flag: str, path: str | None) -> None:
     if path is None:
         return
     _check_parent(flag, path)
-    if Path(path).is_dir():
-        raise UsageError(f"{flag} {path}: is a folder; name a file in it")
+    if not path or Path(path).is_dir():
+        raise UsageError(f"{flag} {path or repr(path)}: is a folder; name a file in it")
     _check_writable(Path(path))
 
 
@@ -75,6 +74,9 @@ def check_folder(flag: str, path: str | None) -> None:
         return
     if Path(path).exists() and not Path(path).is_dir():
         raise UsageError(f"{flag} {path}: is a file; name a folder, which is made if it is not there")
+    there = _nearest(Path(path))
+    if not there.is_dir():
+        raise UsageError(f"{flag} {path}: {there} is a file; name a folder that can be made")
     _check_writable(Path(path))
 
 
@@ -84,12 +86,16 @@ def _check_parent(flag: str, path: str) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Of what is not there yet: the nearest folder above it that is."""
+    if not os.access(_nearest(path), os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or of what is not there yet the nearest above it that is."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
-    if not os.access(there, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return there
 
 
 def picture(folder: str, name: str) -> Path:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import buffer
-from hybrid_ep.runtime import routing_maps
+from hybrid_ep import buffer, env
+from hybrid_ep.runtime import options, routing_maps
+from hybrid_ep.runtime.bootstrap import GroupView
 
 
 class Runtime:
@@ -38,7 +39,15 @@ class Runtime:
 
 
 class HybridEPBuffer(buffer.HybridEPBuffer):
-    """hybrid_ep.HybridEPBuffer; empty_jit_cache and runtime are there for callers of deep_ep's."""
+    """hybrid_ep.HybridEPBuffer; empty_jit_cache and runtime are there for callers of deep_ep's, whose tensors are GPUs'
+    where torch sees one: some give a group of gloo, of which hybrid_ep's own takes the host's executor."""
+
+    @staticmethod
+    def _asked_executor(executor: Any, view: GroupView) -> Any:
+        named = executor is not None or env.get("HYBRID_EP_EXECUTOR") is not None
+        if not named and not view.virtual and torch.cuda.is_available():
+            return "cuda"
+        return options.asked_executor(executor, view)
 
     @property
     def runtime(self) -> Runtime:

@@ -43,8 +43,8 @@ class PosixSegments:
 @dataclass(frozen=True)
 class GroupView:
     """What hybrid_ep needs of a process group. segments: how its ranks share memory. world_rank: this rank's number in
-    the whole job, which is its number in the group where there is no job around it. of_gpus: its tensors are GPUs', by
-    the backend that torch has for them."""
+    the whole job, which is its number in the group where there is no job around it. torch_group: torch's own, if it is
+    one."""
 
     rank: int
     size: int
@@ -52,7 +52,18 @@ class GroupView:
     store: dist.Store
     segments: Segments
     world_rank: int
-    of_gpus: bool = False
+    torch_group: dist.ProcessGroup | None = None
+
+    @property
+    def of_gpus(self) -> bool:
+        """Whether nccl serves the group, on a machine where torch sees a GPU. A group that torch did not register, as
+        some tests and launchers make them, has no backends to ask for."""
+        if self.torch_group is None or not torch.cuda.is_available():
+            return False
+        try:
+            return "nccl" in dist.get_backend_config(self.torch_group)
+        except (TypeError, ValueError):
+            return False
 
     @property
     def virtual(self) -> bool:
@@ -69,19 +80,13 @@ class GroupView:
             else:  # older PyTorch
                 store = dist.distributed_c10d._world.pg_map[group][1]
             world_rank = dist.get_rank() if dist.is_initialized() else group.rank()
-            segments, of_gpus = PosixSegments(), _has_nccl(group)
-            return cls(group.rank(), group.size(), group.group_name, store, segments, world_rank, of_gpus)
+            return cls(group.rank(), group.size(), group.group_name, store, PosixSegments(), world_rank, group)
         if all(hasattr(group, a) for a in ("rank", "size", "group_name", "store", "segments")):
             return cls(group.rank(), group.size(), group.group_name, group.store, group.segments, group.rank())
         raise ValueError(
             f"group={group!r} is not a torch.distributed process group that this rank belongs to; call "
             "init_process_group and give torch.distributed.group.WORLD or a new_group() with this rank"
         )
-
-
-def _has_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether nccl serves it, on a machine with a GPU: torch names it for groups of any backend on machines without."""
-    return torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
 
 
 class Rendezvous:

@@ -64,6 +64,9 @@ def _why_not() -> str | None:
 
 
 def pytest_collection_modifyitems(items):
+    ours = [Path(__file__).parent in Path(item.path).parents for item in items]
+    if any(ours) and not all(ours) and Path("/dev/nvidiactl").exists():
+        raise pytest.UsageError("tests of the host hide the GPUs from their process: run tests/gpu in one of its own")
     why = _why_not()
     for item in items:
         if Path(__file__).parent in Path(item.path).parents:

@@ -62,6 +62,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, tmp_p
     assert capsys.readouterr().err == f"hybrid-ep: {tmp_path / 'x'}: Permission denied\n"
 
 
+def test_what_is_no_name_of_a_file_or_folder_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["simulate", "--json", ""]) == cli.EXIT_USAGE
+    assert "--json '': is a folder; name a file in it" in capsys.readouterr().err
+    assert cli.main(["simulate", "--sweep", str(tmp_path / "file" / "x")]) == cli.EXIT_USAGE
+    assert f"{tmp_path / 'file'} is a file; name a folder that can be made" in capsys.readouterr().err
+
+
 def test_folders_for_pictures_are_asked_for_too(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(outputs.os, "access", lambda path, _: path != tmp_path)
     assert cli.main(["simulate", "--sweep", str(tmp_path / "a" / "b")]) == cli.EXIT_FAILED

@@ -51,6 +51,31 @@ def test_a_real_deep_ep_is_respected():
     assert sys.modules["deep_ep"] is real
 
 
+@pytest.mark.parametrize(
+    "executor, variable, virtual, asked",
+    [
+        (None, None, False, "cuda"),
+        ("host", None, False, "host"),
+        (None, "host", False, "host"),
+        (None, None, True, "host"),
+    ],
+)
+def test_a_caller_with_gloo_beside_gpus_gets_the_gpu(executor, variable, virtual, asked, monkeypatch):
+    """deep_ep has no host, and vLLM gives it a group for CPUs."""
+    from hybrid_ep.compat import hybrid
+    from hybrid_ep.runtime.bootstrap import GroupView
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if variable is not None:
+        monkeypatch.setenv("HYBRID_EP_EXECUTOR", variable)
+    view = GroupView(0, 1, "gloo", None, None, 0)
+    monkeypatch.setattr(GroupView, "virtual", virtual)
+    assert hybrid.HybridEPBuffer._asked_executor(executor, view) == asked
+    assert hybrid_ep.HybridEPBuffer._asked_executor(executor, view) == ("host" if asked == "cuda" else asked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hybrid.HybridEPBuffer._asked_executor(executor, view) == "host"
+
+
 def test_the_calls_of_a_deep_ep_caller():
     """The four call shapes of a training framework: keywords, routing map, the overflow flag at its place, a
     0-d tensor, dense probs."""

@@ -13,6 +13,8 @@ from world import error_of
 
 from hybrid_ep import HybridEPBuffer, env
 from hybrid_ep.runtime import devices
+from hybrid_ep.runtime.bootstrap import GroupView
+from hybrid_ep.runtime.options import asked_executor
 from hybrid_ep.testing import VirtualWorld
 
 NONSENSE = {
@@ -111,6 +113,16 @@ def test_habits_more_blocks_than_any_device_has(argument):
     with pytest.raises(ValueError, match="num_sms=100000 must be an integer from 1 to 1024"):
         world.run(lambda rank, group: make(group).dispatch(X, topk_idx=IDX, num_sms=100000))
     world.run(lambda rank, group: round_trip(make(group, **{argument: 1024})))
+
+
+def test_habits_a_group_that_torch_did_not_register_is_of_the_host():
+    """Asked only where neither an argument nor the variable decides: other groups' backends are nobody's business."""
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    view = GroupView(0, 1, "bare", dist.HashStore(), None, 0, group)
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        assert not view.of_gpus and asked_executor(None, view) == "host"
+        with mock.patch.object(dist, "get_backend_config", side_effect=AssertionError):
+            assert asked_executor("host_checked", view) == "host_checked"
 
 
 def other_environment(ctx, name: str, values: list[str]) -> dict | str:
