@@ -42,7 +42,7 @@ def text() -> str:
         "measured. The fastest is searched among tensor 1 to 8, pipeline 1 to 16 with 1 to 8 virtual stages, every",
         "expert size that lies in an NVLink domain or fills several, and the least recompute that fits, with the",
         "recipe's hosts, batch and precision (`hybrid-ep launch RECIPE --cluster NAME --layouts`). A lead of a few per",
-        "cent is none: the model misses published steps by a tenth in the median ([table](training-residuals.md)).",
+        "cent is none: the model misses published steps by an eighth in the median ([table](training-residuals.md)).",
         "",
         "| recipe | GPUs | precision | ships | SMs | GB | step s | alltoall s "
         "| the fastest that fits | GB | step s | ships, to it |",

@@ -6,14 +6,15 @@ python scripts/training_tables.py [--out FILE]
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hybrid_ep.perf import training
-from hybrid_ep.perf.efficiency import FITTED, Compute, gpu_word
-from hybrid_ep.perf.step_time import step
+from hybrid_ep.perf.efficiency import FITTED, Compute, gpu_word, precision_class
+from hybrid_ep.perf.step_time import calibrate, step
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "training-residuals.md"
 _UNITS = {"gemm": "{:.1%} of peak", "passes": "{:.1f}", "layer_us_x86": "{:,.0f} us", "layer_us_grace": "{:,.0f} us"}
@@ -21,9 +22,11 @@ _UNITS = {"gemm": "{:.1%} of peak", "passes": "{:.1f}", "layer_us_x86": "{:,.0f}
 
 def text() -> str:
     """The whole page."""
-    fits = training.of_kind(*training.HALVES)
+    fits = training.of_kind("fits")
     median, worst = training.spread(row.held_out for row in fits)
-    half = sorted(abs(_at_half(row)) for row in fits)
+    share, share_worst = training.spread(_by_one_share(fits))
+    apart, apart_worst = training.spread(_by_other_models(fits))
+    half = sorted(abs(_at(row, 0.5)) for row in fits)
     lines = [
         "# Training steps: published and predicted",
         "",
@@ -31,56 +34,92 @@ def text() -> str:
         "Megatron-LM's MoE recipes: dropless ones of models that are known here, NVFP4 left out; tokens a second of a",
         "GPU. Dispatcher, overlap of the exchange and CUDA graphs are those of the recipe for just this layout in the",
         "project's repository at the date of the summary. Where there is none, they are the nearest recipe's or",
-        "assumed, and the row is among the [assumed](#assumed) ones. What a row recomputed is counted as free.",
+        "assumed, and the row is among the [assumed](#assumed) ones. What a row recomputed is counted as free, and the",
+        "layer of multi-token prediction, which some rows of DeepSeek-V3 have and some have not, is not in the model.",
         "",
         "Four numbers hold for all models, GPUs and precisions",
         "([what they are](../performance_model.md#steps-advice-weights-instead-of-tokens)).",
         f"The {len(fits)} configurations, of each the newest release, are parted in two halves; a row is held out",
         "where the numbers of the other half predict it. What is used is fitted to both halves.",
+        f"Only {sum(row.job.dtype == 'bf16' for row in fits)} of these is in bf16; assumed ones in bf16 come out slow.",
         "",
-        "| | " + " | ".join(training.HALVES) + " | both |",
+        "| | " + " | ".join(f"half {n}" for n in training.HALVES) + " | both |",
         "|---|---:|---:|---:|",
     ]
-    found = [*map(training.by_half, training.HALVES), FITTED]
+    found = [*map(training.of_half, training.HALVES), FITTED]
     for name, said in _UNITS.items():
         lines.append(f"| `{name}` | " + " | ".join(said.format(_number(one, name)) for one in found) + " |")
     lines += [
         "",
-        f"**Held out: {len(fits)} rows, median {median:.0%} off, worst {worst:.0%}.** Half of peak for all compute",
-        f"and nothing for launches is {statistics.median(half):.0%} off in the median and {half[-1]:.0%} at worst.",
-        "The halves disagree about Grace's launches, which are small, and share `passes` and `gemm` out differently:",
-        "more of one stands in for less of the other.",
+        "| the same rows, conditions and halves | median | worst |",
+        "|---|---:|---:|",
+        f"| **held out: the numbers of the other half** | **{median:.0%}** | **{worst:.0%}** |",
+        f"| held out with its whole model: the rows of the other two models | {apart:.0%} | {apart_worst:.0%} |",
+        f"| one share of peak for each GPU and precision, from the other half | {share:.0%} | {share_worst:.0%} |",
+        f"| half of peak for all, nothing for launches | {statistics.median(half):.0%} | {half[-1]:.0%} |",
+        "",
+        "The halves share `passes` and `gemm` out differently, for more of one stands in for less of the other, and",
+        "differ in launches.",
         "",
         "| published step | how | source | tokens/s | predicted | residual | held out |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
     lines += [f"{_line(row)} {training.percent(row.held_out)} |" for row in fits]
-    lines += [
-        "",
-        "## By GPU, model and graphs",
-        "",
-        "| | rows | median | worst | signed median |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    lines += ["", "## Held out, by GPU, model and graphs", "", "| | rows | median | worst | signed median |"]
+    lines += ["|---|---:|---:|---:|---:|"]
     lines += _spreads(fits, lambda row: gpu_word(row.job.cluster))
     lines += _spreads(fits, lambda row: row.job.model.name)
     lines += _spreads(fits, lambda row: f"{row.graphs} graphs" if row.graphs != "none" else "no graphs")
     return "\n".join([*lines, *_older(), *_assumed()]) + "\n"
 
 
+def _by_one_share(rows: Sequence[training.Row]) -> list[float]:
+    """Residuals with the geometric mean of the shares of peak that a row's GPU and precision need in the other half; of
+    all that half's rows where it has none of them."""
+    needed = {row: share for row in rows if (share := _share(row)) is not None}
+    found = []
+    for row in rows:
+        others = [other for other in needed if other.half != row.half]
+        near = [other for other in others if _group(other) == _group(row)] or others
+        found.append(_at(row, math.exp(statistics.fmean(math.log(needed[other]) for other in near))))
+    return found
+
+
+def _share(row: training.Row) -> float | None:
+    """Of peak, with which the model gives the published rate; None where no share does."""
+    try:
+        return calibrate(row.tokens_per_s, lambda x: (1 + _at(row, x)) * row.tokens_per_s, 0.005, 1.0)
+    except ValueError:
+        return None
+
+
+def _group(row: training.Row) -> tuple[str, str]:
+    return gpu_word(row.job.cluster), precision_class(row.job.dtype)
+
+
+def _by_other_models(rows: Sequence[training.Row]) -> list[float]:
+    """Residuals of each model's rows with the numbers that the other models' give."""
+    found = []
+    for name in dict.fromkeys(row.job.model.name for row in rows):
+        fitted = training.fit(row for row in rows if row.job.model.name != name)
+        found += [row.predicted(fitted) / row.tokens_per_s - 1 for row in rows if row.job.model.name == name]
+    return found
+
+
 def _older() -> list[str]:
     rows = training.of_kind("older")
-    median, worst = training.spread(row.residual for row in rows)
+    median, worst = training.spread(row.held_out for row in rows)
     return [
         "",
         "## Older software",
         "",
-        f"{len(rows)} rows of configurations that a later release ran again: median {median:.0%}, worst",
-        f"{worst:.0%} off. None sets a number.",
+        f"{len(rows)} rows of configurations that a later release ran again. By the half that their configuration is",
+        f"not in: median {median:.0%}, worst {worst:.0%} off. None sets a number, but the newest of its configuration",
+        "does, so that the residuals below are no test.",
         "",
-        "| release | rows | median | worst | signed median |",
+        "| release | rows | median held out | worst | signed median |",
         "|---|---:|---:|---:|---:|",
-        *_spreads(rows, lambda row: row.source.rpartition(" ")[2], held_out=False),
+        *_spreads(rows, lambda row: row.source.rpartition(" ")[2]),
         "",
         *_table(rows),
     ]
@@ -112,10 +151,10 @@ def _line(row: training.Row) -> str:
     )
 
 
-def _spreads(rows: Sequence[training.Row], key: Callable[[training.Row], str], held_out: bool = True) -> Iterator[str]:
+def _spreads(rows: Sequence[training.Row], key: Callable[[training.Row], str]) -> Iterator[str]:
     """A line for each value of key, in the rows' order."""
     for name in dict.fromkeys(map(key, rows)):
-        chosen = [row.held_out if held_out else row.residual for row in rows if key(row) == name]
+        chosen = [row.held_out for row in rows if key(row) == name]
         median, worst = training.spread(chosen)
         yield f"| {name} | {len(chosen)} | {median:.0%} | {worst:.0%} | {statistics.median(chosen):+.0%} |"
 
@@ -124,8 +163,9 @@ def _number(fitted: Compute, name: str) -> float:
     return float(getattr(fitted, name))
 
 
-def _at_half(row: training.Row) -> float:
-    return step(replace(row.job, efficiency=0.5)).tokens_per_s_per_gpu / row.tokens_per_s - 1
+def _at(row: training.Row, share: float) -> float:
+    """The residual with this share of peak for all compute."""
+    return step(replace(row.job, efficiency=share)).tokens_per_s_per_gpu / row.tokens_per_s - 1
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from hybrid_ep.perf.efficiency import Compute, gpu_word, precision_class
 from hybrid_ep.perf.step_time import CV_SLOW, Job, step
 
 CSV = Path(__file__).parent / "data" / "published_training.csv"
-HALVES = ("half 1", "half 2")
-KINDS = (*HALVES, "older", "assumed")
+KINDS = ("fits", "older", "assumed")
+HALVES = (1, 2)
 _SEQUENCE = 4096
 _NUM_SMS = 32
 _OVERLAP = 0.9
@@ -33,8 +33,9 @@ _DISPATCHERS = {"hybrid_ep": "published_hybrid_ep", "deepep": "published_hybrid_
 
 @dataclass(frozen=True)
 class Row:
-    """One published step. tokens_per_s: of a GPU. kind: "half 1", "half 2": `efficiency` is fitted to both,
-    and to each to predict the other; "older": newer software ran the same; "assumed": nobody says how it exchanged."""
+    """One published step. tokens_per_s: of a GPU. kind: "fits": `efficiency` is fitted to it; "older": to newer
+    software that ran the same; "assumed": to neither, for no recipe says just how it exchanged. half: of the
+    configurations, 1 or 2, each of which predicts the other; 0 where assumed."""
 
     source: str
     job: Job
@@ -42,10 +43,7 @@ class Row:
     dispatcher: str
     graphs: str
     kind: str
-
-    @property
-    def fits(self) -> bool:
-        return self.kind in HALVES
+    half: int = 0
 
     def predicted(self, fitted: Compute | None = None) -> float:
         """Tokens/s of a GPU."""
@@ -57,8 +55,10 @@ class Row:
 
     @property
     def held_out(self) -> float:
-        """The residual of a row that fits, by the numbers of the half that it is not in."""
-        return self.predicted(by_half(HALVES[self.kind == HALVES[0]])) / self.tokens_per_s - 1
+        """The residual by the numbers of the half that the row's configuration is not in. ValueError where assumed."""
+        if self.half not in HALVES:
+            raise ValueError(f"{self}: its exchange is assumed, and no half has it")
+        return self.predicted(of_half(3 - self.half)) / self.tokens_per_s - 1
 
     @property
     def how(self) -> str:
@@ -83,11 +83,11 @@ def rows() -> tuple[Row, ...]:
     alike: dict[tuple[str, bool], list[Job]] = {}  # each fitted number needs rows that show it
     for job in newest:
         alike.setdefault((efficiency.host_word(job.cluster), job.iteration_graph), []).append(job)
-    nth = {job: i for jobs in alike.values() for i, job in enumerate(jobs)}
+    half = {job: HALVES[i % 2] for jobs in alike.values() for i, job in enumerate(jobs)}
     return tuple(
         row
         if row.kind == "assumed"
-        else replace(row, kind=HALVES[nth[row.job] % 2] if newest[row.job] == n else "older")
+        else replace(row, kind="fits" if newest[row.job] == n else "older", half=half[row.job])
         for n, row in enumerate(found)
     )
 
@@ -142,7 +142,7 @@ _WIDE = 0.1  # residuals beyond this count by their size, those within by their 
 def fit(chosen: Iterable[Row] | None = None) -> Compute:
     """The numbers with which the rows (default: both halves) come out nearest: least of a loss that outliers move
     little, found by steps of one number at a time that get smaller, in logarithms. Deterministic; a few seconds."""
-    used = of_kind(*HALVES) if chosen is None else list(chosen)
+    used = of_kind("fits") if chosen is None else list(chosen)
     most = [math.log(x) for x in astuple(_MOST)]
 
     def loss(logs: list[float]) -> float:
@@ -156,9 +156,9 @@ def fit(chosen: Iterable[Row] | None = None) -> Compute:
 
 
 @lru_cache(maxsize=2)
-def by_half(kind: str) -> Compute:
+def of_half(half: int) -> Compute:
     """The numbers that one of `HALVES` gives."""
-    return fit(of_kind(kind))
+    return fit(row for row in of_kind("fits") if row.half == half)
 
 
 def _descend(loss: Callable[[list[float]], float], at: list[float], most: list[float]) -> list[float]:
@@ -221,11 +221,11 @@ def said_of(job: Job) -> str:
 
 
 def _with_residual(row: Row) -> str:
-    fits = " (it is among the rows that the model is fitted to)"
-    notes = {**dict.fromkeys(HALVES, fits), "assumed": " (how it exchanged is assumed)"}
+    fitted = " (the model is fitted to this configuration)"
+    notes = {"fits": fitted, "older": fitted, "assumed": " (how it exchanged is assumed)"}
     return (
         f"{row}, {row.how}: {row.tokens_per_s:,.0f} tokens/s a GPU; this model says {row.predicted():,.0f} of it, "
-        f"{percent(row.residual)}{notes.get(row.kind, '')}"
+        f"{percent(row.residual)}{notes[row.kind]}"
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 from dataclasses import astuple, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,15 +18,58 @@ from hybrid_ep.perf.step_time import Job, launches_us, said_of_compute, step
 ROOT = Path(__file__).parents[3]
 
 
+def gpu(row) -> str:
+    return efficiency.gpu_word(row.job.cluster)
+
+
 def numbers(fitted):
     return pytest.approx(astuple(fitted), rel=6e-4)
 
 
 def test_what_compute_costs_is_what_both_halves_of_the_rows_give():
     assert astuple(efficiency.FITTED) == numbers(training.fit())
-    first, second = (training.of_kind(half) for half in training.HALVES)
-    assert len(first) - len(second) in (0, 1, 2, 3) and len(first) + len(second) == 35
-    assert len({row.job for row in first + second}) == 35  # no configuration is in both, or twice in one
+    kinds = collections.Counter((row.kind, row.half) for row in training.rows())
+    assert kinds == {("fits", 1): 18, ("fits", 2): 14, ("older", 1): 22, ("older", 2): 22, ("assumed", 0): 16}
+
+
+def test_a_row_is_held_out_by_the_half_without_its_configuration(monkeypatch):
+    """Also one of older software. Rates of that half alone change it, those of its own do not."""
+
+    def held_out(row, changed):
+        rows = tuple(
+            replace(
+                other, tokens_per_s=other.tokens_per_s / (3 if other.half == changed and other.job != row.job else 1)
+            )
+            for other in training.rows()
+        )
+        with mock.patch.object(training, "rows", return_value=rows):
+            training.of_half.cache_clear()
+            found = row.held_out
+        training.of_half.cache_clear()
+        return found
+
+    for row in (training.of_kind("fits")[0], training.of_kind("older")[-1]):
+        before = row.held_out
+        assert held_out(row, row.half) == before and held_out(row, 3 - row.half) < before - 0.3
+    with pytest.raises(ValueError, match="its exchange is assumed"):
+        _ = training.of_kind("assumed")[0].held_out
+
+
+def test_the_exchange_of_rows_is_what_their_recipes_say():
+    """As read in Megatron Bridge's recipes at the dates of its summaries: a slip would change a fit and no more."""
+    known = {(row.source.split()[-1], row.job.model.name, gpu(row), row.job.ep): row for row in training.rows()}
+    for (version, name, where, ep), how in {
+        ("26.02", "qwen3_235b_a22b", "B200", 8): "alltoall",
+        ("26.02.01", "qwen3_235b_a22b", "H100", 32): "alltoall, overlapped",
+        ("26.02", "qwen3_30b_a3b", "B200", 8): "alltoall, partial CUDA graphs",
+        ("26.02.01", "qwen3_30b_a3b", "B200", 8): "hybrid_ep, partial CUDA graphs",
+        ("26.04", "qwen3_235b_a22b", "B300", 8): "alltoall",
+        ("26.04.01", "qwen3_235b_a22b", "B300", 8): "hybrid_ep",
+        ("26.04.01", "deepseek_v3", "B200", 32): "deepep, overlapped, partial CUDA graphs",
+        ("26.06", "deepseek_v3", "B300", 8): "hybrid_ep, partial CUDA graphs",
+        ("26.06", "qwen3_30b_a3b", "B300", 8): "hybrid_ep, overlapped, iteration CUDA graphs",
+    }.items():
+        assert known[version, name, where, ep].how == how
 
 
 def test_a_fit_finds_the_numbers_that_made_its_rows():
@@ -35,7 +80,7 @@ def test_a_fit_finds_the_numbers_that_made_its_rows():
 
 
 def test_an_outlier_moves_a_fit_little():
-    rows = training.of_kind(*training.HALVES)
+    rows = training.of_kind("fits")
     wild = training.fit([replace(rows[0], tokens_per_s=rows[0].tokens_per_s * 5), *rows[1:]])
     assert astuple(wild)[:3] == pytest.approx(astuple(efficiency.FITTED)[:3], rel=0.35)
 
@@ -49,13 +94,13 @@ def test_the_committed_table_is_that_of_the_script(monkeypatch):
 
 
 def test_held_out_rows_are_nearer_than_at_half_of_peak():
-    rows = training.of_kind(*training.HALVES)
+    rows = training.of_kind("fits")
     median, worst = training.spread(row.held_out for row in rows)
-    assert median < 0.12 and worst < 0.6
+    assert median < 0.15 and worst < 0.75
     before, _ = training.spread(
         step(replace(row.job, efficiency=0.5)).tokens_per_s_per_gpu / row.tokens_per_s - 1 for row in rows
     )
-    assert before > 5 * median
+    assert before > 4 * median
 
 
 def release(row) -> tuple[int, ...]:
@@ -63,21 +108,25 @@ def release(row) -> tuple[int, ...]:
 
 
 def test_a_row_counts_once_and_the_newest_does():
-    newest = {row.job: row for row in training.of_kind(*training.HALVES)}
+    newest = {row.job: row for row in training.of_kind("fits")}
     older = training.of_kind("older")
-    assert len(older) == 39 and all(release(row) <= release(newest[row.job]) for row in older)
-    median, worst = training.spread(row.residual for row in older)
-    assert median < 0.12 and worst < 0.35
+    assert len(newest) == 32 and all(release(row) <= release(newest[row.job]) for row in older)
+    assert all(row.half == newest[row.job].half for row in older)
+    median, worst = training.spread(row.held_out for row in older)
+    assert median < 0.15 and worst < 0.45
 
 
-def test_rows_whose_exchange_is_assumed_set_nothing():
-    assumed = training.of_kind("assumed")
-    assert len(assumed) == 11 and not any(row.fits for row in assumed)
-    assert "(how it exchanged is assumed)" in training.said_of(assumed[0].job)
+def test_a_prediction_says_what_the_model_knows_of_the_row_beside_it():
+    said = {kind: training._with_residual(training.of_kind(kind)[0]) for kind in training.KINDS}
+    fitted = "(the model is fitted to this configuration)"
+    assert said["fits"].endswith(fitted) and said["older"].endswith(fitted)
+    assert said["assumed"].endswith("(how it exchanged is assumed)")
+    job = training.of_kind("fits")[-1].job
+    assert training.said_of(job).splitlines()[0].endswith(fitted)
 
 
 def test_the_pages_say_how_far_held_out_rows_are_off():
-    median, worst = training.spread(row.held_out for row in training.of_kind(*training.HALVES))
+    median, worst = training.spread(row.held_out for row in training.of_kind("fits"))
     text = (ROOT / "docs" / "performance_model.md").read_text()
     assert f"held out are {median:.0%} off in the median and {worst:.0%} at worst".replace("%", " %") in text
     fitted = efficiency.FITTED
@@ -96,7 +145,7 @@ def test_a_published_layout_that_beats_the_nearest_is_shown():
     near, best = training.said_of(job).splitlines()
     assert "EP 8, PP 16" in near and near.startswith("nearest published step: ") and "tokens/s a GPU" in near
     assert best.startswith("fastest published") and "EP 32, PP 8 x 2" in best and "overlapped" in best
-    assert all(abs(row.residual) < 0.06 for row in (training.nearest(job), training.fastest(job)))
+    assert all(abs(row.residual) < 0.1 for row in (training.nearest(job), training.fastest(job)))
     assert len(training.said_of(training.fastest(job).job).splitlines()) == 1
 
 
@@ -146,12 +195,6 @@ def test_no_gpu_is_faster_in_bf16(name):
         return step(Job(models.get("deepseek_v3"), clusters.get(name), 512, 32, 4, dtype=dtype)).seconds
 
     assert seconds("bf16") > seconds("mxfp8")
-
-
-def test_a_row_that_the_model_is_fitted_to_says_so():
-    fitted, older = training.of_kind("half 1")[-1], training.of_kind("older")[0]
-    assert "(it is among the rows that the model is fitted to)" in training.said_of(fitted.job)
-    assert older.predicted() and not older.fits
 
 
 def test_a_gb300_is_a_gb200_with_more_memory_and_a_faster_rail():
