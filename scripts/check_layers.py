@@ -24,6 +24,7 @@ import private_names
 # last part may be *. The concrete machines (arch/*, transport/*) never see one another: they meet in
 # kernels/instances.
 CONTRACTS = ("arch/concept.h", "transport/concept.h")
+ERRORS = "arch/host/errors.h"  # what a launch throws; bindings turn it into Python's exceptions
 LAYERS = {
     "common": (),
     "layout": ("common",),
@@ -37,7 +38,7 @@ LAYERS = {
         "arch/host/fiber.h",
         "arch/host/mbarrier.h",
         "arch/host/rng.h",
-        "arch/host/errors.h",
+        ERRORS,
     ),
     "transport": ("common", "layout", "arch/concept.h"),
     "transport/*": ("common", "layout", *CONTRACTS),
@@ -55,7 +56,6 @@ LAYERS = {
         "transport",
         "transport/*",
     ),
-    # errors.h: what a launch throws; bindings turn it into Python's exceptions. idle.h: how a host thread polls.
     "runtime": (
         "common",
         "layout",
@@ -64,15 +64,15 @@ LAYERS = {
         "kernels",
         "kernels/instances",
         *CONTRACTS,
-        # nvshmem_host.h: a table of host functions.
-        "arch/host/errors.h",
+        # idle.h: how a host thread polls. nvshmem_host.h: a table of host functions.
+        ERRORS,
         "arch/host/idle.h",
         "transport/nvshmem/nvshmem_host.h",
     ),
     # Worlds of simulated ranks: above everything that a rank is made of.
-    "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
+    "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "balance", "arch/sim", ERRORS),
     "balance": ("common", "layout", "roles", "arch/concept.h"),  # planners: integers in, integers out
-    "bindings": ("common", "layout", "kernels", "runtime", "sim", "balance", "arch/host/errors.h"),
+    "bindings": ("common", "layout", "kernels", "runtime", "sim", "balance", ERRORS),
 }
 # idle.h: one hint to the core that g++ has a builtin for on x86-64 only.
 ASSEMBLY_ALLOWED = ("csrc/arch/sm*", "csrc/transport/*/device*", "csrc/arch/host/idle.h")

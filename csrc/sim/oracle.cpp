@@ -12,7 +12,7 @@ uint64_t mix(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
 namespace {
 
 int64_t choose(host::Rng& rng, const WorldSpec& s, uint32_t rank, uint32_t token, uint32_t favourite) {
-  const uint32_t experts = s.num_experts(), per_node = experts / s.num_nodes, node = rank / s.num_local_ranks;
+  const uint32_t experts = s.num_logical_experts(), per_node = experts / s.num_nodes, node = rank / s.num_local_ranks;
   switch (s.routing) {
     case 1: return favourite;
     case 2: return node * per_node + rng.below(per_node);
@@ -35,7 +35,7 @@ RoutingDecision decide(const WorldSpec& s, uint32_t plan, const std::vector<std:
     uint32_t tokens = s.tokens;
     if (s.uneven) tokens = s.uneven == 2 && rng.one_in(3) ? 0 : uint32_t(rng.below(s.tokens + 1));
     if (!given.empty()) tokens = uint32_t(given[r].size() / s.topk);
-    const uint32_t favourite = uint32_t(rng.below(s.num_experts()));
+    const uint32_t favourite = uint32_t(rng.below(s.num_logical_experts()));
     std::vector<int64_t> idx(uint64_t(tokens) * s.topk, -1);
     std::vector<float> weights(idx.size());
     for (uint32_t t = 0; t < tokens; ++t)

@@ -13,7 +13,7 @@ struct Pair {
   float weight;
 };
 
-// One routing decision of the group.
+// One routing decision of the group; decide() draws one over logical experts.
 struct RoutingDecision {
   std::vector<uint32_t> num_tokens;            // [R]
   std::vector<std::vector<int64_t>> topk_idx;  // [R] -> [T * topk]

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <new>
-#include <sstream>
 
 #include "layout/headers.h"
 
@@ -87,12 +86,12 @@ unsigned char* PhantomMemory::take(uint64_t bytes) {
   return p;
 }
 
-RankProgram::RankProgram(const WorldSpec& spec, const std::vector<RoutingDecision>& decisions,
-                         const std::vector<Oracle>& oracles, Engine& engine, SimExecutor& executor, int rank,
-                         bool timed)
+RankProgram::RankProgram(const WorldSpec& spec, const WorldRouting& routing, Engine& engine, SimExecutor& executor,
+                         int rank, bool timed)
     : s_(spec),
-      decisions_(decisions),
-      oracles_(oracles),
+      decisions_(routing.physical),
+      logical_(routing.logical),
+      oracles_(routing.oracles),
       engine_(engine),
       executor_(executor),
       rank_(rank),
@@ -100,16 +99,9 @@ RankProgram::RankProgram(const WorldSpec& spec, const std::vector<RoutingDecisio
       shape_{int32_t(spec.num_nodes), int32_t(spec.num_local_ranks), rank},
       dtype_(DType(spec.dtype)),
       row_bytes_(spec.row_bytes ? spec.row_bytes : spec.hidden * dtype_bytes(DType(spec.dtype))),
+      at_{rank},
+      clones_(spec, routing.logical, routing.clones, engine, rank),
       plans_(spec.plans) {}
-
-template <class... Parts>
-void RankProgram::expect(bool ok, Parts&&... parts) const {
-  if (ok) return;
-  std::ostringstream os;
-  os << "rank " << rank_ << ", " << what_ << " (operation " << operation_ << "): ";
-  (os << ... << parts);
-  throw WrongResult(os.str());
-}
 
 // Whether an operation goes by lines: the same on all ranks.
 bool RankProgram::by_lines(uint32_t plan, uint32_t round, uint32_t operation) const {
@@ -121,40 +113,48 @@ void RankProgram::run() {
   for (uint32_t round = 0; round < s_.rounds; ++round)
     for (uint32_t plan = 0; plan < s_.plans; ++plan) {
       if (!plans_[plan].plan && !by_lines(plan, round, 0)) exchange(plan);
-      ++operation_;
+      // Weights travel before a dispatch whose clones are planned, or behind it.
+      const bool early = plans_[plan].plan && mix(plan, round, s_.data_seed, 21) % 2;
+      if (early) push(plan, round);
+      ++at_.operation;
       dispatch(plan, round);
-      if (!s_.combine) continue;
-      ++operation_;
-      combine(plan, round);
+      if (!early) push(plan, round);
+      if (s_.combine) {
+        ++at_.operation;
+        combine(plan, round);
+      }
+      collect(plan, round);
     }
 }
 
-// A rank's routing, as its caller has it.
-struct RankProgram::Routing {
-  RoutingInput in;
-  std::vector<unsigned char> map;
-  std::vector<float> probs;
+void RankProgram::push(uint32_t plan, uint32_t round) {
+  if (!clones_.pushes()) return;
+  at_.what = "weights of clones";
+  clones_.push(plan, round);
+  clones_.look_at_weights(plan, round, at_);
+}
 
-  Routing(const WorldSpec& s, const RoutingDecision& d, size_t r) {
-    in.num_tokens = d.num_tokens[r];
-    in.topk = s.topk;
-    static constexpr int64_t kNothing = 0;
-    if (!s.dense) {
-      in.topk_idx = d.topk_idx[r].empty() ? &kNothing : d.topk_idx[r].data();
-      in.weights = d.topk_weights[r].data();
-      return;
-    }
-    map.assign(uint64_t(in.num_tokens) * s.num_experts() + 1, 0);
-    probs.assign(map.size(), 0.f);
-    for (uint64_t i = 0; i < d.topk_idx[r].size(); ++i)
-      if (const int64_t e = d.topk_idx[r][i]; e >= 0) {
-        map[i / s.topk * s.num_experts() + uint64_t(e)] = 1;
-        probs[i / s.topk * s.num_experts() + uint64_t(e)] += d.topk_weights[r][i];
-      }
-    in.routing_map = map.data();
-    in.weights = probs.data();
-  }
-};
+// Behind the experts, which have read the weights till now. Evaluation, which one world in two is, brings no gradients
+// home: ranks go on as far as their tokens let them.
+void RankProgram::collect(uint32_t plan, uint32_t round) {
+  if (!clones_.pushes()) return;
+  at_.what = "gradients of clones";
+  clones_.look_at_weights(plan, round, at_);
+  if (mix(s_.data_seed, 22) % 2) clones_.collect(plan, round, at_);
+}
+
+// A plan's routing over slots, of which there are spare ones where its clones are planned first.
+CallerRouting RankProgram::routing_of(uint32_t plan) {
+  CallerRouting routing(s_, logical_[plan], size_t(rank_));
+  if (!s_.spare_slots) return routing;
+  const char* const before = std::exchange(at_.what, "clones");
+  const RoutingInput over_experts = routing.in;
+  const SlotRouting& slots = clones_.plan(plan, over_experts, at_);
+  if (mix(plan, uint64_t(rank_), s_.data_seed, 23) % 2) clones_.replay(plan, over_experts, at_);
+  routing.rewrite(s_, slots);
+  at_.what = before;
+  return routing;
+}
 
 PlaceCall RankProgram::place_call(uint32_t plan) const {
   PlaceCall c;
@@ -194,7 +194,7 @@ void RankProgram::say_phantom(const PhantomMemory* phantom) {
 }
 
 void RankProgram::route_by_lines(uint32_t plan, const DispatchCall& c) {
-  const Routing routing(s_, decisions_[plan], size_t(rank_));
+  const CallerRouting routing = routing_of(plan);
   PlaceCall place = place_call(plan);
   Placed& made = plans_[plan];
   made.memory = PlanBlock(engine_.plan_memory(routing.in.num_tokens, place.header.topk, true).total, !timed_);
@@ -209,10 +209,10 @@ void RankProgram::route_by_lines(uint32_t plan, const DispatchCall& c) {
 }
 
 void RankProgram::exchange(uint32_t plan) {
-  what_ = "exchange";
+  at_.what = "exchange";
   const RoutingDecision& d = decisions_[plan];
   const size_t r = size_t(rank_);
-  const Routing routing(s_, d, r);
+  const CallerRouting routing = routing_of(plan);
   const RoutingInput& in = routing.in;
   PlaceCall c = place_call(plan);
   Placed& made = plans_[plan];
@@ -243,7 +243,7 @@ void RankProgram::set_launch(Call& c, uint64_t salt) const {
 }
 
 void RankProgram::dispatch(uint32_t plan, uint32_t round) {
-  what_ = "dispatch";
+  at_.what = "dispatch";
   const std::shared_ptr<Plan> known = plans_[plan].plan;
   const bool lines = by_lines(plan, round, 0) && (!known || known->complete());
   const uint32_t tokens = decisions_[plan].num_tokens[size_t(rank_)],
@@ -344,7 +344,7 @@ void RankProgram::check_dispatch(const Oracle& o, uint64_t salt, const unsigned 
 }
 
 void RankProgram::combine(uint32_t plan, uint32_t round) {
-  what_ = "combine";
+  at_.what = "combine";
   Plan& p = *plans_[plan].plan;
   const uint64_t salt = mix(plan, round, s_.data_seed, 2);
   const uint64_t rows = s_.permute ? p.num_permuted_rows() : p.num_recv_rows(), tokens = p.num_tokens();

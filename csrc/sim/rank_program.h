@@ -6,6 +6,8 @@
 
 #include "kernels/instances/sim_executor.h"
 #include "runtime/engine.h"
+#include "sim/caller_routing.h"
+#include "sim/clone_program.h"
 #include "sim/oracle.h"
 
 namespace hep::sim {
@@ -36,18 +38,27 @@ class PlanBlock {
   std::unique_ptr<unsigned char[]> memory_;
 };
 
+// What tokens choose, and what must come of it; by plan.
+struct WorldRouting {
+  std::vector<RoutingDecision> logical;   // over experts
+  std::vector<CloneOracle> clones;        // where there are spare slots
+  std::vector<RoutingDecision> physical;  // over the slots of ranks: the same where there are none to spare
+  std::vector<Oracle> oracles;            // not of timed worlds, which compare nothing
+};
+
 class RankProgram {
  public:
-  // decisions, oracles: by plan. Timed worlds have no oracles and compare nothing.
-  RankProgram(const WorldSpec& spec, const std::vector<RoutingDecision>& decisions, const std::vector<Oracle>& oracles,
-              Engine& engine, SimExecutor& executor, int rank, bool timed);
+  RankProgram(const WorldSpec& spec, const WorldRouting& routing, Engine& engine, SimExecutor& executor, int rank,
+              bool timed);
   void run();
 
   static constexpr uint64_t kArenaSlack = 256;  // bytes that aligning a result may take
 
  private:
   void exchange(uint32_t plan);
-  struct Routing;
+  CallerRouting routing_of(uint32_t plan);
+  void push(uint32_t plan, uint32_t round);
+  void collect(uint32_t plan, uint32_t round);
   PlaceCall place_call(uint32_t plan) const;
   bool by_lines(uint32_t plan, uint32_t round, uint32_t operation) const;
   void route_by_lines(uint32_t plan, const DispatchCall& c);
@@ -64,10 +75,13 @@ class RankProgram {
   void fill_inputs(const Oracle& o, uint64_t salt, unsigned char* x, float* weights, uint64_t rows) const;
   float expected_weight(const Oracle& o, Token t, int expert, uint64_t salt) const;
   template <class... Parts>
-  void expect(bool ok, Parts&&... parts) const;
+  void expect(bool ok, Parts&&... parts) const {
+    at_.expect(ok, parts...);
+  }
 
   const WorldSpec& s_;
-  const std::vector<RoutingDecision>& decisions_;
+  const std::vector<RoutingDecision>& decisions_;  // physical
+  const std::vector<RoutingDecision>& logical_;
   const std::vector<Oracle>& oracles_;
   Engine& engine_;
   SimExecutor& executor_;
@@ -76,8 +90,8 @@ class RankProgram {
   const World shape_;
   const DType dtype_;
   const uint32_t row_bytes_;
-  const char* what_ = "";
-  uint64_t operation_ = 0;
+  ProgramPoint at_;
+  CloneProgram clones_;
   struct Placed {
     PlanBlock memory, learned;
     std::shared_ptr<Plan> plan;

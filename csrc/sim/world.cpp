@@ -29,6 +29,10 @@ BufferShape shape_of(const WorldSpec& s, uint32_t most_tokens, uint64_t recv_row
   const uint64_t rows = shape.recv_rows * shape.max_topk + uint64_t(s.experts_per_rank) * s.pad_multiple;
   const uint64_t landed = s.landing ? shape.row_bytes + shape.scale_bytes : 0,
                  read = s.combine && s.reading ? uint64_t(s.hidden) * elem : 0;
+  if (s.spare_slots) {
+    shape.clones = clone_shape_of(s);
+    shape.spares = spare_shape_of(s);
+  }
   if (landed || read) shape.arena_bytes = rows * std::max(landed, read) + RankProgram::kArenaSlack;
   return shape;
 }
@@ -79,6 +83,8 @@ void WorldSpec::validate() const {
   need(num_nodes >= 1 && num_nodes <= 256, "num_nodes", num_nodes, "give 1 to 256");
   need(num_local_ranks >= 1 && num_local_ranks <= 256, "num_local_ranks", num_local_ranks, "give 1 to 256");
   need(experts_per_rank >= 1, "experts_per_rank", experts_per_rank, "give at least 1");
+  need(spare_slots < experts_per_rank, "spare_slots", spare_slots, "give less than experts_per_rank");
+  need(clones_within_node <= 1, "clones_within_node", clones_within_node, "give 0 or 1");
   need(topk >= 1 && topk <= 1024, "topk", topk, "give 1 to 1024");
   need(tokens <= 1u << 20, "tokens", tokens, "give at most 1048576");
   need(uneven <= 2, "uneven", uneven, "give 0 to 2");
@@ -118,25 +124,29 @@ static void check_routing(const WorldSpec& s, const std::vector<std::vector<int6
       throw std::invalid_argument("topk_idx: a rank has " + std::to_string(row.size()) +
                                   " choices, no multiple of topk = " + std::to_string(s.topk));
     for (size_t i = 0; i < row.size(); ++i)
-      if (row[i] < -1 || row[i] >= int64_t(s.num_experts()))
+      if (row[i] < -1 || row[i] >= int64_t(s.num_logical_experts()))
         throw std::invalid_argument("topk_idx: token " + std::to_string(i / s.topk) + " names expert " +
-                                    std::to_string(row[i]) + "; experts are 0.." + std::to_string(s.num_experts() - 1) +
-                                    ", -1 means dropped");
+                                    std::to_string(row[i]) + "; experts are 0.." +
+                                    std::to_string(s.num_logical_experts() - 1) + ", -1 means dropped");
   }
 }
 
 WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
   s.validate();
   check_routing(s, options.topk_idx);
-  std::vector<RoutingDecision> decisions;
-  std::vector<Oracle> oracles;
+  if (options.timed && s.spare_slots)
+    throw std::invalid_argument("spare_slots: is " + std::to_string(s.spare_slots) +
+                                "; give 0: no costs are known of what plans clones, and no clock runs for it");
+  WorldRouting routing;
   uint64_t rows = 0;
   uint32_t tokens = 0;
   for (uint32_t p = 0; p < s.plans; ++p) {
-    decisions.push_back(decide(s, p, p == 0 ? options.topk_idx : std::vector<std::vector<int64_t>>{}));
-    rows = std::max(rows, most_rows(s, decisions.back()));
-    tokens = std::max(tokens, *std::ranges::max_element(decisions.back().num_tokens));
-    if (!options.timed) oracles.emplace_back(s, decisions.back());
+    routing.logical.push_back(decide(s, p, p == 0 ? options.topk_idx : std::vector<std::vector<int64_t>>{}));
+    if (s.spare_slots) routing.clones.emplace_back(s, p, routing.logical.back());
+    routing.physical.push_back(s.spare_slots ? routing.clones.back().physical : routing.logical.back());
+    rows = std::max(rows, most_rows(s, routing.physical.back()));
+    tokens = std::max(tokens, *std::ranges::max_element(routing.physical.back().num_tokens));
+    if (!options.timed) routing.oracles.emplace_back(s, routing.physical.back());
   }
   MachineConfig config;
   config.num_nodes = int(s.num_nodes);
@@ -172,8 +182,7 @@ WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
         s.seed));
     executor->latency_warps = int(s.latency_warps);
     if (s.counter_base) engines.back()->start_counters_at(s.counter_base);
-    programs.push_back(
-        std::make_unique<RankProgram>(s, decisions, oracles, *engines.back(), *executor, int(r), options.timed));
+    programs.push_back(std::make_unique<RankProgram>(s, routing, *engines.back(), *executor, int(r), options.timed));
   }
   WorldResult result;
   result.ranks.resize(s.num_ranks());
@@ -246,6 +255,16 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   s.latency = std::initializer_list<uint32_t>{0, 1, 1, 2}.begin()[by_lines.below(4)];
   s.latency_warps = 1 + uint32_t(by_lines.below(3));
   if (s.num_nodes > 1 && s.latency && by_lines.below(2)) s.latency = 0;  // rings are the harder of the two
+  host::Rng clones(mix(seed, 104));
+  if (clones.one_in(3)) {
+    s.spare_slots = 1 + uint32_t(clones.below(2));
+    s.experts_per_rank += s.spare_slots;
+    s.clones_within_node = clones.one_in(3);
+    if (clones.one_in(2)) {  // weights travel in worlds of one node alone
+      s.num_local_ranks *= s.num_nodes;
+      s.num_nodes = 1;
+    }
+  }
   s.seed = seed;
   s.data_seed = seed;
   s.strategy = strategy >= 0 ? uint32_t(strategy) : of({0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7});

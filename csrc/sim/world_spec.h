@@ -12,6 +12,9 @@ namespace hep::sim {
 struct WorldSpec {
   // The group and its routing.
   uint32_t num_nodes = 2, num_local_ranks = 2, experts_per_rank = 2;
+  // Of a rank's experts so many are slots for clones, which the ranks plan together for every plan; tokens choose among
+  // the others. In worlds of one node weights are pushed to them, and gradients collected.
+  uint32_t spare_slots = 0, clones_within_node = 0;
   uint32_t tokens = 8;  // of a rank, at most
   uint32_t uneven = 0;  // 1: ranks have different numbers of tokens; 2: some have none
   uint32_t topk = 2;
@@ -47,12 +50,15 @@ struct WorldSpec {
 
   uint32_t num_ranks() const { return num_nodes * num_local_ranks; }
   uint32_t num_experts() const { return num_ranks() * experts_per_rank; }
+  uint32_t owners_per_rank() const { return experts_per_rank - spare_slots; }
+  uint32_t num_logical_experts() const { return num_ranks() * owners_per_rank(); }
 
   void validate() const;  // std::invalid_argument naming field, value and fix
   // Calls f(name, field) for every field, in order.
   template <class Self, class F>
   static void each_field(Self& s, F&& f) {
     f("num_nodes", s.num_nodes), f("num_local_ranks", s.num_local_ranks), f("experts_per_rank", s.experts_per_rank);
+    f("spare_slots", s.spare_slots), f("clones_within_node", s.clones_within_node);
     f("tokens", s.tokens), f("uneven", s.uneven), f("topk", s.topk), f("drop_one_in", s.drop_one_in);
     f("routing", s.routing), f("dense", s.dense), f("pad_multiple", s.pad_multiple);
     f("hidden", s.hidden), f("dtype", s.dtype), f("row_bytes", s.row_bytes), f("scale_bytes", s.scale_bytes);

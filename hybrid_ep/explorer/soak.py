@@ -19,7 +19,8 @@ from hybrid_ep.explorer.world import STRATEGIES, Failure, explore, random_spec, 
 BATCH = 500  # worlds a process runs between two reports
 # What a smaller world has less of, most telling first: (field, candidates for its value).
 REDUCTIONS = (
-    ("num_nodes", (1, 2, 3)), ("num_local_ranks", (1, 2, 3)), ("experts_per_rank", (1, 2)), ("rounds", (1, 2)),
+    ("num_nodes", (1, 2, 3)), ("num_local_ranks", (1, 2, 3)), ("spare_slots", (0, 1)), ("experts_per_rank", (1, 2)),
+    ("rounds", (1, 2)),
     ("plans", (1, 2)), ("combine", (0,)), ("tokens", (1, 2, 3, 4, 6, 8)), ("topk", (1, 2, 3)), ("num_blocks", (1, 2)),
     ("uneven", (0,)), ("drop_one_in", (0,)), ("routing", (0,)), ("dense", (0,)), ("pad_multiple", (1,)),
     ("scale_bytes", (0,)), ("row_bytes", (0,)), ("hidden", (8, 16)), ("dtype", (0,)), ("multiply", (0,)),

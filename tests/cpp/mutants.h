@@ -127,10 +127,16 @@ inline constexpr Bug kLatencyRailBugs[] = {
     Bug::kForwardedFromNextSource, Bug::kOtherNodesForgotten,
 };
 
+// Of clones: simulated worlds with spare slots, and those of test_balance.cpp, test_spares.cpp and, the first,
+// test_plan_clones.cpp.
+inline constexpr Bug kCloneBugs[] = {
+    Bug::kShareNotLocalFirst, Bug::kCloneCountsToldEarly, Bug::kCloneCountsOneStepOld,   Bug::kCloneShareOfAnother,
+    Bug::kSlotNotAwaitedFree, Bug::kSlotFullBeforeStores, Bug::kSlotFullByEveryWarp,     Bug::kWeightsInAnotherSlot,
+    Bug::kWeightsUnawaited,   Bug::kCloneGradientTwice,   Bug::kCloneGradientsUnawaited, Bug::kCloneGradientsNotTaken,
+};
+
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
 // kRailCallUnchecked: test_rail_ring.cpp.
-// kFoldUnmet, kDraftsUnmet, kShareNotLocalFirst, kFlowNotTakenBack: test_plan_clones.cpp.
-// kCloneCountsToldEarly, kCloneCountsOneStepOld, kCloneShareOfAnother: test_balance.cpp.
-// kSlotNotAwaitedFree to kCloneGradientsNotTaken: test_spares.cpp.
+// kFoldUnmet, kDraftsUnmet, kFlowNotTakenBack: test_plan_clones.cpp.
 
 }  // namespace hep::test

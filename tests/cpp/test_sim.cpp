@@ -1,11 +1,12 @@
 // The simulated machine itself: worlds repeat themselves, end by themselves, and say where a rule was broken.
 #include <algorithm>
+#include <set>
 #include <string>
 
 #include "arch/sim/zero_pages.h"
 #include "check.h"
 #include "common/bugs.h"
-#include "sim/oracle.h"
+#include "sim/clone_oracle.h"
 #include "sim/world_spec.h"
 
 HEP_TEST_MAIN
@@ -24,6 +25,61 @@ TEST(random_worlds_are_right_and_repeat_themselves) {
     if (!first.failure.kind.empty()) throw check::Failure("seed " + std::to_string(seed) + ": " + first.failure.what);
     if (seed % 10 == 0) CHECK_EQ(sim::run_world(spec, {}).steps, first.steps);
   }
+}
+
+TEST(worlds_with_spare_slots_have_clones_that_take_tokens) {
+  int worlds = 0, dense = 0, several_nodes = 0, by_lines = 0, cloned = 0, moved = 0, pushed = 0;
+  for (uint64_t seed = 1; seed <= 300; ++seed) {
+    const WorldSpec spec = sim::random_world(seed, -1);
+    if (!spec.spare_slots) continue;
+    ++worlds;
+    dense += spec.dense;
+    several_nodes += spec.num_nodes > 1;
+    by_lines += spec.latency > 0;
+    for (uint32_t plan = 0; plan < spec.plans; ++plan) {
+      const sim::RoutingDecision logical = sim::decide(spec, plan, {});
+      const sim::CloneOracle clones(spec, plan, logical);
+      const bool any = std::ranges::any_of(clones.slot_expert, [](int32_t e) { return e >= 0; });
+      cloned += any;
+      pushed += any && sim::spare_shape_of(spec).spare_slots;
+      for (size_t r = 0; r < logical.topk_idx.size(); ++r)
+        for (size_t i = 0; i < logical.topk_idx[r].size(); ++i)
+          if (const int64_t e = logical.topk_idx[r][i]; e >= 0)
+            moved += clones.columns[size_t(e)] != clones.physical.topk_idx[r][i];
+    }
+  }
+  CHECK(worlds > 80 && dense > 15 && several_nodes > 30 && by_lines > 30);
+  CHECK(cloned > 100 && pushed > 60 && moved > 1000);
+}
+
+// Whichever moment it dies in: while clones are planned, tokens travel, weights are pushed or gradients come home.
+TEST(rank_that_dies_among_clones_is_named) {
+  std::set<std::string> sites;
+  for (uint32_t at = 0; at < 1500; at += 6) {
+    WorldSpec spec;
+    spec.num_nodes = 1;
+    spec.num_local_ranks = 4;
+    spec.experts_per_rank = 3;
+    spec.spare_slots = 1;
+    spec.routing = 3;
+    spec.rounds = 2;
+    spec.seed = spec.data_seed = at;
+    spec.fault = 1;
+    spec.fault_rank = 2;
+    spec.fault_at = at;
+    const WorldResult r = sim::run_world(spec, {});
+    CHECK(r.failure.kind.empty());
+    bool named = false, ended = false;
+    for (const auto& o : r.ranks) {
+      ended |= !o.error.empty();
+      named |= o.peer == 2;
+      if (o.peer == 2) sites.insert(o.site);
+    }
+    CHECK(named == ended);
+  }
+  for (const char* site :
+       {"counts_from_node", "partial_rows", "clone_weights", "spare_slots_free", "clone_gradients_taken"})
+    CHECK(sites.contains(site));
 }
 
 TEST(log_is_the_same_for_the_same_seed) {

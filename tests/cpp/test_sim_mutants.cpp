@@ -94,6 +94,7 @@ const bool registered = [] {
   for (const Bug bug : kSimBugs) add(bug);
   for (const Bug bug : kLatencyBugs) add(bug);
   for (const Bug bug : kLatencyRailBugs) add(bug);
+  for (const Bug bug : kCloneBugs) add(bug);
   return true;
 }();
 

@@ -105,6 +105,7 @@ def test_without_deadlines_a_lost_put_deadlocks_and_the_graph_says_who_waits():
     ({"num_nodes": 0}, "num_nodes: is 0; give 1 to 256"),
     ({"hidden": 3}, "hidden: is 3; a row must be a positive multiple of 16 bytes"),
     ({"multiply": 1, "weights": 0}, "multiply: is 1; needs permute and weights"),
+    ({"spare_slots": 2}, "spare_slots: is 2; give less than experts_per_rank"),
     ({"fault_rank": 99}, "fault_rank: is 99; give a rank of the group"),
     ({"strategy": "lucky"}, "strategy: 'lucky' is none of random, pct"),
     ({"colour": 1}, "colour: no such field"),
@@ -112,6 +113,14 @@ def test_without_deadlines_a_lost_put_deadlocks_and_the_graph_says_who_waits():
 def test_bad_specs_name_the_field(settings, message):
     with pytest.raises(ValueError, match=message):
         explore(spec_of(**settings))
+
+
+def test_choices_are_of_experts_and_not_of_spare_slots():
+    spec = spec_of(num_nodes=1, num_local_ranks=2, experts_per_rank=3, spare_slots=1, topk=1)
+    world = explore(spec, topk_idx=[[3, 3, 3, 3], [3, 0, 0]])
+    assert world.failure is None and not any(end["error"] for end in world.ranks)
+    with pytest.raises(ValueError, match="names expert 4; experts are 0..3"):
+        explore(spec, topk_idx=[[4], [0]])
 
 
 def test_bad_routing_and_deadline():

@@ -157,3 +157,8 @@ def test_roles_say_where_their_time_went():
 def test_bad_costs_are_named(costs, message):
     with pytest.raises(ValueError, match=message):
         measure(spec_of(**SHAPE), costs)
+
+
+def test_no_clock_runs_for_clones():
+    with pytest.raises(ValueError, match="spare_slots: is 1; give 0"):
+        measure(spec_of(experts_per_rank=2, spare_slots=1), COSTS)
