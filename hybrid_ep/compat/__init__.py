@@ -5,7 +5,8 @@
     from deep_ep import Buffer, HybridEPBuffer       # ours
 
 What is served under which name is one table, SERVED. HybridEPBuffer is ours with what deep_ep's has besides; Buffer is
-deep_ep's older interface, its high-throughput half, over the same verbs. deep_ep.ElasticBuffer is not served."""
+deep_ep's older interface, its high-throughput half, and ElasticBuffer the dispatch and combine of its V2, over the same
+verbs."""
 
 from __future__ import annotations
 
@@ -20,12 +21,16 @@ from typing import Any
 
 import hybrid_ep
 
-_BUFFER, _EVENTS, _HYBRID, _CONFIG = "compat.buffer", "compat.events", "compat.hybrid", "config"
+_BUFFER, _ELASTIC, _EVENTS, _HYBRID, _CONFIG = (
+    "compat.buffer", "compat.elastic", "compat.events", "compat.hybrid", "config",
+)  # fmt: skip
 # Module -> what it holds -> where that comes from, below hybrid_ep.
 SERVED: dict[str, dict[str, str]] = {
     "deep_ep": {
         "Buffer": _BUFFER,
         "Config": _EVENTS,
+        "EPHandle": _ELASTIC,
+        "ElasticBuffer": _ELASTIC,
         "EventHandle": _EVENTS,
         "EventOverlap": _EVENTS,
         "HybridEPBuffer": _HYBRID,
@@ -33,12 +38,17 @@ SERVED: dict[str, dict[str, str]] = {
         "topk_idx_t": _EVENTS,
     },
     "deep_ep.buffer": {"Buffer": _BUFFER, "Config": _EVENTS, "EventHandle": _EVENTS, "EventOverlap": _EVENTS},
+    "deep_ep.buffers": {},
+    "deep_ep.buffers.elastic": {"EPHandle": _ELASTIC, "ElasticBuffer": _ELASTIC},
+    "deep_ep.buffers.legacy": {"Buffer": _BUFFER},
     "deep_ep.utils": {"EventHandle": _EVENTS, "EventOverlap": _EVENTS},
+    "deep_ep.utils.event": {"EventHandle": _EVENTS, "EventOverlap": _EVENTS},
     "deep_ep.hybrid_ep_buffer": {"HybridEPBuffer": _HYBRID, "indices_to_map": _HYBRID},
     # The compiled halves of deep_ep, from which some callers import directly.
     "deep_ep_cpp": {"Config": _EVENTS, "EventHandle": _EVENTS, "topk_idx_t": _EVENTS},
     "hybrid_ep_cpp": {"HybridEpConfigInstance": _CONFIG, "UINT8": _CONFIG, "UINT16": _CONFIG},
 }
+_PACKAGES = {name.rpartition(".")[0] for name in SERVED} - {""}
 _ROOTS = tuple(name for name in SERVED if "." not in name)
 
 
@@ -53,7 +63,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in SERVED:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, origin="hybrid_ep", is_package=fullname == "deep_ep")
+        return importlib.machinery.ModuleSpec(fullname, self, origin="hybrid_ep", is_package=fullname in _PACKAGES)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return ModuleType(spec.name, f"hybrid_ep under the name {spec.name}; see hybrid_ep.compat.")

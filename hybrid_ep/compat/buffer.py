@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 
 from hybrid_ep.compat import hybrid
-from hybrid_ep.compat.events import Config, EventHandle, EventOverlap, topk_idx_t, wait_for
+from hybrid_ep.compat import over_hybrid as rows
+from hybrid_ep.compat.events import Config, EventHandle, EventOverlap, wait_for
+from hybrid_ep.compat.over_hybrid import OverHybrid
 from hybrid_ep.runtime import validation
 
 _FIRST_HIDDEN = 8  # what a buffer makes room for before it has seen a call; calls grow it
@@ -31,7 +32,7 @@ _serial = itertools.count(1)
 _keys: weakref.WeakValueDictionary[int, _Key] = weakref.WeakValueDictionary()
 
 
-class Buffer:
+class Buffer(OverHybrid):
     """deep_ep.Buffer without its low-latency half. Collective, as HybridEPBuffer is: every rank of the group
     constructs it and makes the same calls in the same order.
 
@@ -128,7 +129,7 @@ class Buffer:
         self._flags(async_finish, allocate_on_comm_stream)
         wait_for(previous_event)
         num_experts = validation.experts_of_group("num_experts", num_experts, self.group_size)
-        idx = self._topk(topk_idx, topk_idx.shape[0], num_experts)
+        idx = rows.checked_topk(topk_idx, topk_idx.shape[0], num_experts)
         kept = idx >= 0
         per_expert = torch.zeros(num_experts, dtype=torch.int32, device=idx.device).scatter_add(
             0, idx.clamp(min=0).flatten(), kept.int().flatten()
@@ -182,7 +183,7 @@ class Buffer:
                 "num_permuted_tokens=...)"
             )
         alignment = validation.integer("expert_alignment", expert_alignment, 1)
-        x, scales = _halves(x)
+        x, scales = rows.rows_and_scales(x)
         wait_for(previous_event)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
@@ -191,7 +192,7 @@ class Buffer:
                     "leave the others out"
                 )
             (recv, _, scales, _), done = self._call(
-                "dispatch", config, async_finish, hidden=x, scaling_factor=scales, handle=self._kept(handle)[0]
+                "dispatch", _sms(config), async_finish, hidden=x, scaling_factor=scales, handle=self._kept(handle)[0]
             )
             return recv if scales is None else (recv, scales), None, None, None, None, done
         if topk_idx is None or num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
@@ -203,24 +204,33 @@ class Buffer:
         num_experts = validation.experts_of_group(
             "num_tokens_per_expert's length", num_tokens_per_expert.numel(), self.group_size
         )
-        idx = self._topk(topk_idx, x.shape[0], num_experts)
+        idx = rows.checked_topk(topk_idx, x.shape[0], num_experts)
         self._same_layout(idx, num_experts, is_token_in_rank, num_tokens_per_expert)
-        (recv, _, metadata, inner), done = self._call(
+        weights = rows.checked_weights(topk_weights, tuple(idx.shape))
+        (recv, _, packed, inner), done = self._call(
             "dispatch",
-            config,
+            _sms(config),
             async_finish,
             hidden=x,
             topk_idx=idx,
             num_of_experts=num_experts,
-            scaling_factor=_pack(idx, topk_weights, scales),
+            scaling_factor=rows.pack(idx.int(), weights, scales),
         )
         with self._after(done):
-            recv_idx, recv_weights, scales = self._unpack(
-                metadata, idx.shape[1], topk_weights is not None, scales, num_experts // self.group_size
+            topk = idx.shape[1]
+            _, recv_weights, scales = rows.unpack(
+                packed,
+                (topk, torch.int32),
+                None if weights is None else (topk, torch.float32),
+                None if scales is None else (-1, scales.dtype),
             )
-            counts = [-(-n // alignment) * alignment for n in inner[6].plan.tokens_per_expert.tolist()]
-            outer = (_key(inner, idx.shape[1]), idx, recv_idx, is_token_in_rank)
+            recv_idx = rows.local_choices(packed[:, :topk], self.rank, num_experts // self.group_size)
+            if recv_weights is not None:
+                recv_weights = recv_weights.masked_fill(recv_idx < 0, 0.0)
+            counts = [-(-n // alignment) * alignment for n in inner[6].plan.padded_tokens_per_expert.tolist()]
+            outer = (_key(inner, topk), idx, recv_idx, is_token_in_rank)
             done = EventOverlap(EventHandle()) if async_finish else done
+        self._hand_over(done, recv_idx, recv_weights, scales)
         return recv if scales is None else (recv, scales), recv_idx, recv_weights, counts, outer, done
 
     def combine(
@@ -239,36 +249,24 @@ class Buffer:
 
         x [M, H] bf16, fp16 or fp32 in the order of the dispatch. topk_weights fp32 [M, K] come back to the columns of
         the dispatch's topk_idx, which is the backward of recv_topk_weights; entries where recv_topk_idx is -1 do not
-        count. NotImplementedError for bias: add it to the result."""
+        count. bias, one tensor [T, H] or two, is added to the sum: rounded once more than deep_ep does."""
         self._flags(async_finish, allocate_on_comm_stream)
-        if bias is not None:
-            raise NotImplementedError("bias is not added here; add it to combined_x")
         wait_for(previous_event)
         inner, topk = self._kept(handle)
         plan, probs, (_, idx, recv_idx, *_) = inner[6].plan, None, handle
+        added = rows.checked_bias(bias, len(idx), x)
         if topk_weights is not None:
             given = validation.weights("topk_weights", topk_weights, (recv_idx.shape[0], topk))
             first = self._hybrid.local_rank * plan.num_local_experts
             probs = given.new_zeros(recv_idx.shape[0], plan.num_node_experts).scatter_add(
                 1, recv_idx.clamp(min=0) + first, given.detach().masked_fill(recv_idx < 0, 0.0)
             )
-        (out, returned), done = self._call("combine", config, async_finish, hidden=x, probs=probs, handle=inner)
+        (out, returned), done = self._call("combine", _sms(config), async_finish, hidden=x, probs=probs, handle=inner)
         with self._after(done):
-            if returned is not None:
-                returned = returned.gather(1, idx.clamp(min=0)).masked_fill(idx < 0, 0.0)
+            out, returned = rows.add_bias(out, added), rows.of_choices(returned, idx)
             done = EventOverlap(EventHandle()) if async_finish else done
+        self._hand_over(done, out, returned)
         return out, returned, done
-
-    def destroy(self) -> None:
-        """Gives the registered memory back; may be called twice."""
-        self._hybrid.destroy()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Where asynchronous calls run. RuntimeError on a CPU, which has no streams."""
-        stream = self._hybrid.stream_of_calls()
-        if stream is None:
-            raise RuntimeError("get_comm_stream: this buffer runs on a CPU, which has no streams")
-        return stream
 
     # ---- what is not there
     def _low_latency(self, *_: Any, **__: Any) -> NoReturn:
@@ -290,35 +288,6 @@ class Buffer:
         validation.flag("async_finish", async_finish)
         validation.flag("allocate_on_comm_stream", allocate_on_comm_stream)
 
-    def _call(self, verb: str, config: Config | None, async_finish: bool, **arguments: Any) -> tuple[tuple, Any]:
-        """A verb of HybridEPBuffer; (its results, its event as a caller of deep_ep knows it)."""
-        if config is not None and not hasattr(config, "num_sms"):
-            raise ValueError(f"config is {validation.describe(config)}; give a deep_ep.Config, or None")
-        num_sms = config.num_sms if config is not None else Buffer.num_sms if Buffer._num_sms_was_set else None
-        results = getattr(self._hybrid, verb)(**arguments, num_sms=num_sms, async_finish=async_finish)
-        if not async_finish:
-            return results, EventOverlap()
-        return results[:-1], EventOverlap(EventHandle(results[-1]))
-
-    def _after(self, done: EventOverlap) -> Any:
-        """Where small operations on a call's results run: behind it, on its stream."""
-        stream = self._hybrid.stream_of_calls() if done.event is not None else None
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-    def _topk(self, idx: Any, rows: int, num_experts: int) -> torch.Tensor:
-        on_cpu = isinstance(idx, torch.Tensor) and idx.device.type == "cpu"
-        idx = validation.topk(idx, rows, num_experts, look=on_cpu)
-        if on_cpu:
-            ordered = idx.sort(1).values
-            twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-            if twice.any():
-                row = int(twice.any(1).nonzero()[0])
-                raise ValueError(
-                    f"topk_idx names an expert twice in row {row}: {idx[row].tolist()}; name each once, "
-                    "-1 drops a choice"
-                )
-        return idx
-
     def _same_layout(self, idx: torch.Tensor, num_experts: int, in_rank: Any, per_expert: Any) -> None:
         if tuple(in_rank.shape) != (len(idx), self.group_size):
             raise ValueError(
@@ -337,22 +306,6 @@ class Buffer:
                     f"{name} is not the layout of topk_idx; give what get_dispatch_layout returned for it "
                     "(a choice that is to be dropped is -1 in topk_idx)"
                 )
-
-    def _unpack(
-        self, metadata: torch.Tensor, topk: int, weighted: bool, scales: torch.Tensor | None, local_experts: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """What _pack sent, seen from this rank: (recv_topk_idx, recv_topk_weights, scales)."""
-        columns = metadata.split(
-            [topk, topk if weighted else 0, metadata.shape[1] - topk * (2 if weighted else 1)], dim=1
-        )
-        idx = columns[0].to(topk_idx_t) - self.rank * local_experts
-        elsewhere = (idx < 0) | (idx >= local_experts)
-        weights = None
-        if weighted:
-            weights = columns[1].contiguous().view(torch.float32).masked_fill(elsewhere, 0.0)
-        if scales is not None:
-            scales = columns[2].contiguous().view(scales.dtype)
-        return idx.masked_fill(elsewhere, -1), weights, scales
 
     @staticmethod
     def _kept(handle: Any) -> tuple[tuple, int]:
@@ -374,29 +327,13 @@ def _marks(columns: torch.Tensor, kept: torch.Tensor, width: int) -> torch.Tenso
     return counts.scatter_add(1, columns, kept.int()).bool()
 
 
-def _halves(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if not isinstance(x, (tuple, list)):
-        return x, None
-    if len(x) != 2:
-        raise NotImplementedError(
-            f"x is a tuple of {len(x)}: NVFP4 is not served here; use "
-            "hybrid_ep.functional.dispatch_with_permute(dispatch_dtype='nvfp4')"
-        )
-    hidden, scales = x
-    if scales.element_size() != 4:
-        raise ValueError(f"x's scales have dtype {scales.dtype}; give one of 4 bytes, as float32")
-    return hidden, scales
-
-
-def _pack(idx: torch.Tensor, weights: Any, scales: torch.Tensor | None) -> torch.Tensor:
-    """int32 [T, K (+ K) (+ S)]: topk_idx, topk_weights and scales of each token, to travel with it."""
-    parts = [idx.int()]
-    if weights is not None:
-        given = validation.weights("topk_weights", weights, tuple(idx.shape))
-        parts.append(given.detach().contiguous().view(torch.int32))
-    if scales is not None:
-        parts.append(scales.contiguous().view(torch.int32))
-    return torch.cat(parts, dim=1)
+def _sms(config: Any) -> int | None:
+    """Blocks of a call; None: the buffer's."""
+    if config is None:
+        return Buffer.num_sms if Buffer._num_sms_was_set else None
+    if not hasattr(config, "num_sms"):
+        raise ValueError(f"config is {validation.describe(config)}; give a deep_ep.Config, or None")
+    return config.num_sms
 
 
 def _key(inner: tuple, topk: int) -> torch.Tensor:

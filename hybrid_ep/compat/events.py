@@ -5,6 +5,7 @@ point that has passed. EventOverlap carries one, or none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,33 +33,57 @@ class EventOverlap:
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event, self.extra_tensors = event, extra_tensors
+        self._hook: Callable[[], object] | None = None
+        self._release = False
 
-    def current_stream_wait(self) -> None:
-        """RuntimeError where there is no event: a wait for nothing would hide that nobody recorded one."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """RuntimeError where there is no event: a wait for nothing would hide that nobody recorded one.
+        release_handle: the event, and what lives with it, is let go behind the wait."""
         if self.event is None:
             raise RuntimeError(
-                "this EventOverlap holds no event: the call that returned it had async_finish=False, so "
-                "that its results are in order already; wait only after async_finish=True"
+                "this EventOverlap holds no event: the call that returned it was not asynchronous (async_finish or "
+                "async_with_compute_stream), so that its results are in order already; wait only behind those that were"
             )
         self.event.current_stream_wait()
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """Called once, behind the next wait. RuntimeError for a second one before that."""
+        if self._hook is not None:
+            raise RuntimeError("this EventOverlap has a hook already; wait for its event before you register another")
+        self._hook = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """For `with event(release_handle=True):`."""
+        self._release = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, *_: Any) -> None:
         """`with event:` - what is in between overlaps, what comes after does not."""
+        release, self._release = self._release, False
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(release)
 
 
 def wait_for(previous_event: Any) -> None:
-    """The current stream waits for a caller's previous_event: an EventOverlap, with or without an event, or None."""
+    """The current stream waits for a caller's previous_event: an EventHandle, as ElasticBuffer.capture() gives, an
+    EventOverlap, with or without an event, or None."""
     if previous_event is None:
+        return
+    if isinstance(previous_event, EventHandle):
+        previous_event.current_stream_wait()
         return
     if not isinstance(previous_event, EventOverlap):
         raise ValueError(
             f"previous_event is {validation.describe(previous_event)}; give an EventOverlap: that of an "
-            "earlier call, or Buffer.capture()"
+            "earlier call, or what capture() returns"
         )
     if previous_event.event is not None:
         previous_event.event.current_stream_wait()

@@ -53,6 +53,17 @@ class HybridEPBuffer(buffer.HybridEPBuffer):
     def runtime(self) -> Runtime:
         return Runtime(self)
 
+    _barriers = 0
+
+    def barrier(self) -> None:
+        """Returns when every rank of the group has come, and what its device held before is done. BootstrapError names
+        ranks that have not come by the deadline."""
+        session = self._open_session()
+        if session.options.device.type == "cuda":
+            torch.cuda.synchronize(session.options.device)
+        self._barriers += 1
+        session.meet.exchange(f"compat.barrier/{self._barriers}", None)
+
     def empty_jit_cache(self) -> None:
         """Nothing to do: no kernel is compiled at run time."""
 

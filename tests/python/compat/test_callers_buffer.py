@@ -7,8 +7,10 @@ import gc
 import pytest
 import torch
 from callers import Oracle, integers, routing
+from world import RankError
 
 from hybrid_ep import compat, reference
+from hybrid_ep.compat import over_hybrid
 from hybrid_ep.compat.buffer import Buffer, _keys
 from hybrid_ep.compat.events import Config, EventHandle, EventOverlap
 from hybrid_ep.testing import VirtualWorld
@@ -72,6 +74,8 @@ def _compare(ctx, size, nodes, dtype):
         assert out_weights.dtype == torch.float32
         again = buffer.dispatch(out, handle=handle)
         assert torch.equal(again[0], oracle.dispatch(out)) and again[1:5] == (None,) * 4
+        biased, *_ = buffer.combine(y, handle, bias=(x, x))
+        assert torch.equal(biased.double(), oracle.combine(y) + 2 * x.double())
     buffer.destroy()
     buffer.destroy()
     assert not buffer.runtime.is_available()
@@ -236,7 +240,6 @@ BAD = {
     "odd experts": (lambda b, x: b.get_dispatch_layout(IDX, 5), ValueError, "num_experts=5"),
     "handle and topk_idx": (lambda b, x: b.dispatch(x, handle=(1,), topk_idx=IDX), ValueError, "handle and topk_idx"),
     "a foreign handle": (lambda b, x: b.dispatch(x, handle=(x,) * 6), ValueError, "handle is not one"),
-    "bias": (lambda b, x: b.combine(x, (), bias=x), NotImplementedError, "add it"),
     "num_worst_tokens": (lambda b, x: b.dispatch(x, num_worst_tokens=8), NotImplementedError, "non_blocking=True"),
     "nvfp4": (lambda b, x: b.dispatch((x, x, x)), NotImplementedError, "NVFP4"),
     "fp16 scales": (lambda b, x: b.dispatch((x, x)), ValueError, "4 bytes"),
@@ -273,28 +276,24 @@ def test_what_is_not_served_says_what_to_use():
         rows, *_, handle, _ = buffer.dispatch(x, topk_idx=IDX, **_layout(buffer, IDX))
         with pytest.raises(ValueError, match="topk_weights"):
             buffer.combine(rows, handle, topk_weights=torch.ones(len(rows), 3))
+        with pytest.raises(ValueError, match="bias is a torch.bfloat16 tensor of shape .* give one tensor of shape"):
+            buffer.combine(rows, handle, bias=x[:1])
         return torch.equal(buffer.combine(rows, handle)[0].float(), x.float() * torch.tensor([[2.0], [1.0]]))
 
     assert world.run(work) == [True, True]
 
 
-def test_a_planted_error_shows(two_by_two, monkeypatch):
-    """The comparisons above are of use only if a wrong column or a wrong sum fails them."""
-    real = Buffer._unpack
+def test_a_planted_error_shows(world):
+    """The comparisons above are of use only if a wrong column fails them."""
+    with pytest.raises(RankError, match="AssertionError"):
+        world.run(_planted, ranks=range(4))
 
-    def shifted(self, *arguments):
-        idx, weights, scales = real(self, *arguments)
-        return idx.roll(1, 1), weights, scales
 
-    monkeypatch.setattr(Buffer, "_unpack", shifted)
-    world, buffers = two_by_two
-    idx, weights = routing(0, 6, 8, TOPK)
-
-    def work(rank, _):
-        _, recv_idx, recv_weights, *_ = send(buffers[rank], integers(0, 6, HIDDEN), idx, weights)
-        return torch.equal(recv_idx >= 0, recv_weights > 0)
-
-    assert not all(world.run(work))
+def _planted(ctx):
+    real = over_hybrid.local_choices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(over_hybrid, "local_choices", lambda *arguments: real(*arguments).roll(1, 1))
+        _with_nodes(ctx, 4, 2, torch.bfloat16)
 
 
 def test_served_under_every_name():

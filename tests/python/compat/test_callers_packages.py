@@ -168,6 +168,40 @@ def test_torchtitan_hybridep(world, capacity, monkeypatch):
     world.run(work)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_torchtitan_elastic(world, static, monkeypatch):
+    """DeepEP V2's buffer: compact with gradients, or expanded without a wait and without them."""
+    text = source("torchtitan", "torchtitan", "distributed/deepep/deepep.py", "from deep_ep import ElasticBuffer")
+    modules = [load(text, "torchtitan", "deepep") for _ in range(4)]
+
+    def make_layer(module, rank, group):
+        module.get_buffer(group, hidden=HIDDEN, num_max_tokens_per_rank=max(TOKENS), num_topk=TOPK)
+
+        def layer(x, idx, weights):
+            rows, counts, state = module.dispatch_tokens(
+                x, idx, weights, LOCAL, EXPERTS, num_tokens_per_rank=max(TOKENS), cudagraphable=static
+            )
+            out = module.combine_tokens(experts_of_groups(rows, counts, rank * LOCAL), state)
+            module.sync_combine()
+            return out
+
+        return layer
+
+    if not static:
+        run(world, modules, make_layer)
+        return
+
+    def work(rank, group):
+        layer = make_layer(modules[rank], rank, group)
+        for step in range(2):
+            x, idx, weights = layer_inputs(10 * step + rank, TOKENS[rank - step], EXPERTS, TOPK, HIDDEN)
+            with torch.no_grad():
+                out = layer(x, idx, weights)
+            assert torch.equal(out, x * (weights * (idx + 1)).sum(1, keepdim=True))
+
+    world.run(work)
+
+
 def test_torchtitan_deepep(world):
     text = source("torchtitan", "torchtitan", "distributed/deepep/deepep.py", "from deep_ep import Buffer")
     modules = [load(text, "torchtitan", "deepep") for _ in range(4)]
