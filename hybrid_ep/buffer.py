@@ -174,14 +174,15 @@ class HybridEPBuffer(PlansClones, Meters, Named):
     ) -> Dispatched:
         """Sends each token once to every rank that holds one of its experts.
 
-        hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
-        along. Routing: topk_idx [T, K], signed integers (-1 drops a choice; the weights of an expert named twice are
-        added) with topk_weights fp32 [T, K] or probs fp32 [T, E] or neither; or routing_map [T, E], bool or uint8
-        (not 0: chosen), with probs or None, which goes before topk_idx if both are given; or what route() or an earlier
-        dispatch returned as handle (then probs, or topk_idx with topk_weights, may give new weights). Returns
-        (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle); weights are 0
-        where the token did not choose the expert. num_dispatched_tokens* are ignored. num_of_tokens_per_rank, where
-        deep_ep needs a limit of T for all ranks, is only checked. Raises ValueError, CapacityError, DeadlineError."""
+        hidden [T, H] bf16, fp16, fp32, fp64, fp8, int8 to int64 or uint8, rows of a multiple of 16 bytes.
+        scaling_factor [T, S] travels along. Routing: topk_idx [T, K], signed integers (-1 drops a choice; weights of an
+        expert named twice are added) with topk_weights fp32 [T, K] or probs fp32 [T, E] or neither; or routing_map
+        [T, E], bool or uint8 (not 0: chosen), with probs or None, which goes before topk_idx if both are given; or what
+        route() or an earlier dispatch returned as handle (then probs, or topk_idx with topk_weights, may give new
+        weights). Returns (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle);
+        weights are 0 where the token did not choose the expert. num_dispatched_tokens* are ignored.
+        num_of_tokens_per_rank, where deep_ep needs a limit of T for all ranks, is only checked. Raises ValueError,
+        CapacityError, DeadlineError."""
         if num_of_tokens_per_rank is not None:
             validation.token_slots(num_of_tokens_per_rank, hidden)
         if num_dispatched_tokens_tensor is not None:
@@ -357,6 +358,7 @@ class HybridEPBuffer(PlansClones, Meters, Named):
         fp32_partials: bool = False,
         num_sms: int | None = None,
         path: str = "auto",
+        non_blocking: bool = False,
     ) -> Combined:
         """combine for rows laid out by dispatch_with_permute: ([T, H], probs fp32 [T, E] or None).
 
@@ -364,13 +366,14 @@ class HybridEPBuffer(PlansClones, Meters, Named):
         experts are added first (ascending, rounded; fp32_partials: not rounded), then as in combine. probs
         fp32 [P] come back as [T, E], 0 where not chosen or dropped. weighted: every row is first multiplied,
         in fp32, by the weight that the handle's dispatch brought for it; probs must then be None. path as there.
-        Raises ValueError, DeadlineError."""
+        non_blocking has no effect: no combine waits for the device. Raises ValueError, DeadlineError."""
         if num_dispatched_tokens is not None:
             validation.deprecated("num_dispatched_tokens", "is ignored")
         with self._busy() as session:
             plan = validation.handle(handle, PERMUTED, self._topology)
             x = validation.summable_rows("hidden", hidden, plan.num_permuted_rows, at_least=True)
             w = None if probs is None else validation.weights("probs", probs, (plan.num_permuted_rows,), at_least=True)
+            validation.flag("non_blocking", non_blocking)
             if validation.flag("weighted", weighted) and (w is not None or not plan.has_weights):
                 raise ValueError(
                     "weighted=True multiplies by the weights of the handle's dispatch, which had "

@@ -37,6 +37,7 @@ class HybridEpConfigInstance:
     num_of_nodes: int = 1
     pad_multiple: int = 0
     use_fp8: bool = False
+    topk: int = 0  # deep_ep's routing by topk_idx, for which callers look here; ours takes it whatever this says
     num_of_blocks_dispatch_api: int = 1
     num_of_blocks_combine_api: int = 1
     num_of_blocks_preprocessing_api: int | None = None  # None: by the tokens of a call

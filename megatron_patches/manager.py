@@ -268,10 +268,12 @@ def _local_pass(config: TransformerConfig) -> dict[str, int]:
 def _pad_multiple(config: TransformerConfig) -> int | None:
     """Rows to which an expert's group is padded, or None. Megatron leaves it to the dispatcher since 0.18.
 
-    Without fp8, fp4 or the grouped kernels of Transformer Engine nothing asks for it (0.16 and 0.17 answer
-    16 then).
+    Without fp8, fp4, the grouped kernels of Transformer Engine or its grouped tensors nothing asks for it (0.16 and
+    0.17 answer 16 then).
     """
-    asked = config.fp8 or getattr(config, "fp4", None) or getattr(config, "use_transformer_engine_op_fuser", False)
+    asked = config.fp8 or any(
+        getattr(config, name, None) for name in ("fp4", "use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
+    )
     multiple = get_align_size_for_quantization(config) if asked else 0
     return multiple or None
 

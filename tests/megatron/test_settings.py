@@ -8,7 +8,7 @@ import types
 import pytest
 
 from hybrid_ep.balance import MicrobatchOptions
-from megatron_patches import buffers, flags, settings
+from megatron_patches import buffers, flags, manager, settings
 from megatron_patches.patch_set import PatchSet
 
 pytestmark = pytest.mark.version_free
@@ -132,3 +132,11 @@ def test_the_flag_of_where_clones_may_lie():
         flags.settings_from_args(_parsed(["--hybrid-ep-balance", "slow", "--hybrid-ep-balance-clones", "node"]))
     with pytest.raises(ValueError, match="balance_clones is 'near': choose one of auto, node, anywhere"):
         settings.Settings.of(balance="exact", balance_clones="near")
+
+
+@pytest.mark.parametrize("asks", ["fp8", "fp4", "use_transformer_engine_op_fuser", "moe_use_grouped_tensor"])
+def test_groups_are_padded_for_whoever_asks(monkeypatch, asks):
+    """moe_use_grouped_tensor is of Megatron-Core's main branch, whose experts leave padding to the dispatcher."""
+    monkeypatch.setattr(manager, "get_align_size_for_quantization", lambda config: 256)
+    assert manager._pad_multiple(types.SimpleNamespace(fp8=None)) is None
+    assert manager._pad_multiple(types.SimpleNamespace(**{"fp8": None, asks: "e4m3"})) == 256

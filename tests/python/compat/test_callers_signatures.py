@@ -273,6 +273,30 @@ def test_newer_arguments():
     world.run(work)
 
 
+def test_what_newer_callers_ask_of_routing_by_indices():
+    """Pull request 673 (936e059), Megatron-Core's pull requests 6614 and 6615, and DeepEP's test of dropped tokens: the
+    field that says whether topk_idx is taken, and a combine that is told not to wait."""
+    world = VirtualWorld(1, 2)
+    assert hasattr(hybrid_ep.HybridEpConfigInstance(), "topk")
+    idx, weights = routing(3, 6, 4, 2)
+    x = integers(0, 6, 16)
+
+    def work(rank, group):
+        buffer = HybridEPBuffer(group, 16, 8, 2)
+        assert buffer.update_template_config(topk=8).topk == 8
+        rows, *_, handle = buffer.dispatch_with_permute(
+            hidden=x, topk_idx=idx, topk_weights=weights, num_of_experts=4, num_permuted_tokens=64, non_blocking=True
+        )
+        got, want = (
+            buffer.combine_with_unpermute(hidden=rows, handle=handle, **k)[0] for k in ({"non_blocking": True}, {})
+        )
+        assert torch.equal(got, want)
+        with pytest.raises(ValueError, match="non_blocking=1 must be True or False"):
+            buffer.combine_with_unpermute(hidden=rows, handle=handle, non_blocking=1)
+
+    world.run(work)
+
+
 def test_what_callers_ask_of_a_buffer():
     compat.install_as_deep_ep()
     try:
