@@ -67,7 +67,6 @@ def model_of(config: TransformerConfig, experts: GroupedExperts) -> MoeModel:
     """What the roofline asks of a model: attention as four square matrices, experts as they are."""
     layers, hidden = config.num_layers, config.hidden_size
     expert = sum(owner[0].numel() for owner in (experts.weight1, experts.weight2))
-    active = layers * (4 * hidden**2 + config.moe_router_topk * expert) / 1e9
     total = layers * (4 * hidden**2 + config.num_moe_experts * expert) / 1e9
     width = expert // (3 * hidden) or 1  # three matrices of this width have as many elements
     return MoeModel(
@@ -79,7 +78,7 @@ def model_of(config: TransformerConfig, experts: GroupedExperts) -> MoeModel:
         config.num_moe_experts,
         config.moe_router_topk,
         total,
-        active,
+        4.0 * hidden**2,
         4.0 * hidden,
         "TransformerConfig",
     )

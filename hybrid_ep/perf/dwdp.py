@@ -30,7 +30,7 @@ CONTENTION = 1.1
 PUBLISHED_GROUP = 4
 # Fitted: the rates with which the compute rows at 16,384 and at 32,768 tokens come out, of matrices (NVFP4) and of
 # attention's scores and values; the other rows are the test.
-MATRIX_TFLOPS, ATTENTION_TFLOPS = 4371.0, 1692.0
+MATRIX_TFLOPS, ATTENTION_TFLOPS = 4207.0, 1692.0
 # Assumed: kernels of a layer, each of which takes at least as long as its launch (norms, router, rotation, casts).
 KERNELS = 40
 # The exposed wait of expert parallelism for its slowest rank, published: 161.9 of 1319.85 ms.
@@ -88,7 +88,7 @@ def compute_us(
 ) -> tuple[float, float]:
     """(all but the experts, the experts) of a layer's forward of one sequence, on a rank that reads so many experts."""
     routed = 2.0 * model.topk * model.expert_params
-    dense = max(0.0, 2e9 * model.active / model.num_layers - routed)
+    dense = 2 * model.moe_layer_params
     attention = model.attention_flops * tokens / 2
     fixed = KERNELS * cluster.gpu.launch_us.value
     others = fixed + tokens * (dense / rates.matrix_tflops + attention / rates.attention_tflops) / 1e6
