@@ -177,6 +177,7 @@ def job_of(run: ClusterRun) -> step_time.Job:
         dtype=run.precision,
         dispatcher=names.modelled_dispatcher(run.dispatcher),
         num_sms=run.num_sms,
+        layout=run.pipeline_layout,
         tensor=run.tensor,
         recompute=_recompute(run),
         overlap=_OVERLAP if run.overlap else 0.0,

@@ -143,8 +143,9 @@ def _derived(run: ClusterRun, tensor: int, pipeline: int, virtual: int, expert: 
 
 
 def equal_chunks(run: ClusterRun, chunks: int) -> str:
-    """Megatron's layout of so many chunks, embedding, loss and multi-token prediction counted as a layer each; "" where
-    Megatron's own split does the same. ValueError where they do not divide."""
+    """Megatron's layout of so many chunks, embedding, loss and multi-token prediction counted as a layer each; where
+    the last has layers beside these, one of them is in the first, for the embedding multiplies nothing: so are Megatron
+    Bridge's of DeepSeek-V3. "" where Megatron's own split does the same. ValueError where they do not divide."""
     model = run.architecture
     if chunks == 1 or not model.num_mtp_layers:
         return ""
@@ -152,7 +153,10 @@ def equal_chunks(run: ClusterRun, chunks: int) -> str:
     if len(letters) % chunks:
         raise ValueError(f"{len(letters)} layers, ends included, are not {chunks} equal chunks")
     size = len(letters) // chunks
-    return "|".join(letters[i : i + size] for i in range(0, len(letters), size))
+    parts = [letters[i : i + size] for i in range(0, len(letters), size)]
+    if parts[-1].startswith("t"):
+        parts[0], parts[-1] = f"{parts[0]}t", parts[-1][1:]
+    return "|".join(parts)
 
 
 def _recomputes(run: ClusterRun) -> list[str]:

@@ -42,7 +42,7 @@ def text() -> str:
         "measured. The fastest is searched among tensor 1 to 8, pipeline 1 to 16 with 1 to 8 virtual stages, every",
         "expert size that lies in an NVLink domain or fills several, and the least recompute that fits, with the",
         "recipe's hosts, batch and precision (`hybrid-ep launch RECIPE --cluster NAME --layouts`). A lead of a few per",
-        "cent is none: the model misses published steps by an eighth in the median ([table](training-residuals.md)).",
+        "cent is none: the model misses published steps by a tenth in the median ([table](training-residuals.md)).",
         "",
         "| recipe | GPUs | precision | ships | SMs | GB | step s | alltoall s "
         "| the fastest that fits | GB | step s | ships, to it |",
@@ -50,9 +50,9 @@ def text() -> str:
         *(row(name, cluster) for name in CLUSTER_RECIPES for cluster in CLUSTERS),
         "",
         "What ships is not always the first: layouts are preferred that published runs have (EP 32 and PP 8 for",
-        "DeepSeek-V3 on B200, EP 8 and PP 8 for Qwen3-235B on Blackwell), that keep a few GB free, and that spread",
-        "experts. EP 1, where every GPU has all experts, exchanges nothing: where a model is small enough for it, no",
-        "dispatcher can beat that.",
+        "DeepSeek-V3 on B200, EP 64 and PP 4 on GB200, EP 8 and PP 8 for Qwen3-235B on Blackwell), that keep a few GB",
+        "free, and that spread experts. EP 1, where every GPU has all experts, exchanges nothing: where a model is",
+        "small enough for it, no dispatcher can beat that.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,7 @@
 """What the compute of a training step takes beside its exchange: four numbers for all models and GPUs.
 
-    matrix products     FLOPs / (peak of their precision x gemm); attention's scores and values are bf16 always
+    matrix products     FLOPs / (peak of their precision x gemm); attention's scores and values, and the output layer,
+                        are bf16 always
     everything between  passes x bytes of a layer's tensors / HBM: norms, rotation, activation, residuals, permutes
     launches            layer_us_x86 or layer_us_grace of every layer and micro-batch, forward and backward, whatever
                         its tokens: kernels that a host issues one by one, and what it waits for between them; nothing
@@ -31,15 +32,25 @@ class Compute:
 
 
 # Written by `scripts/make_tables.py --fit`.
-FITTED = Compute(gemm=0.5674, passes=8.866, layer_us_x86=4762, layer_us_grace=155.7)
+FITTED = Compute(gemm=0.5752, passes=7.793, layer_us_x86=4529, layer_us_grace=76.93)
 
 
 class PerToken(NamedTuple):
-    """Microseconds of a token through all layers of a model, forward and backward, launches left out."""
+    """Microseconds of a token, forward and backward, launches left out. expert_gemms, expert_tensors, moe_others: a
+    MoE layer's products of experts, the tensors around these, all else; dense_layer: a layer without experts;
+    mtp_more: what a layer of multi-token prediction has beyond a MoE layer; head: a pass of the output layer."""
 
     expert_gemms: float
     expert_tensors: float
-    others: float
+    moe_others: float
+    dense_layer: float
+    mtp_more: float
+    head: float
+
+    def of(self, model: MoeModel) -> float:
+        """Of all layers of a model and its output layer, without multi-token prediction."""
+        moe = self.expert_gemms + self.expert_tensors + self.moe_others
+        return model.moe_layers * moe + (model.num_layers - model.moe_layers) * self.dense_layer + self.head
 
 
 def gpu_word(cluster: Cluster) -> str:
@@ -64,26 +75,49 @@ def layer_us(cluster: Cluster, fitted: Compute | None = None) -> float:
 
 
 def per_token(model: MoeModel, cluster: Cluster, dtype: str, sequence: int, fitted: Compute | None = None) -> PerToken:
-    """What a token costs at the fitted numbers. dtype: of the matrix products; tensors between them are bf16.
+    """What a token costs at the fitted numbers. dtype: of the layers' matrix products; the output layer's are bf16, as
+    Megatron has them unless --fp8-output-proj is given, and so are the tensors between products.
 
     A layer's tensors: ten as wide as the model (norms, queries, keys, values, attention, residuals), and for each of a
-    token's experts three so wide and four as wide as the expert (rows in and out, gate, up, their product)."""
+    token's experts three so wide and four as wide as the expert (rows in and out, gate, up, their product). The output
+    layer's: one as wide as the vocabulary."""
     fitted = fitted or FITTED
     bf16, fp8 = (peak.value * fitted.gemm * 1e6 for peak in (cluster.gpu.bf16_tflops, cluster.gpu.fp8_tflops))
-    rate = bf16 if dtype == "bf16" else fp8
-    experts = 6 * model.expert_params * model.topk * model.moe_layers
-    attention = 3 * model.num_layers * model.attention_flops * sequence / 2
-    dense = model.train_flops_per_token(sequence) - experts - attention
-    wide = 2 * 10 * model.hidden * model.num_layers
-    copies = 2 * model.topk * (3 * model.hidden + 4 * model.expert_hidden) * model.moe_layers
+
+    def crossing(elements: float) -> float:
+        return fitted.passes * hbm_us(cluster, 2 * elements)
+
+    products = _products(model, sequence, bf16 if dtype == "bf16" else fp8, bf16)
+    wide = crossing(10 * model.hidden)
+    return products._replace(
+        expert_tensors=crossing(model.topk * (3 * model.hidden + 4 * model.expert_hidden)),
+        moe_others=products.moe_others + wide,
+        dense_layer=products.dense_layer + wide,
+        head=products.head + crossing(model.vocab),
+    )
+
+
+def at_share(model: MoeModel, cluster: Cluster, dtype: str, sequence: int, share: float) -> PerToken:
+    """What a token costs where all its FLOPs run at this share of the peak of `dtype` and nothing lies between them."""
+    peak = cluster.gpu.bf16_tflops if dtype == "bf16" else cluster.gpu.fp8_tflops
+    rate = peak.value * share * 1e6
+    return _products(model, sequence, rate, rate)
+
+
+def _products(model: MoeModel, sequence: int, rate: float, bf16: float) -> PerToken:
+    """Matrix products alone. rate, bf16: FLOPs a microsecond, of layers, of attention and the output layer."""
+    attention = 3 * model.attention_flops * sequence / 2 / bf16
     return PerToken(
-        experts / rate,
-        fitted.passes * hbm_us(cluster, copies),
-        dense / rate + attention / bf16 + fitted.passes * hbm_us(cluster, wide),
+        6 * model.expert_params * model.topk / rate,
+        0.0,
+        6 * model.moe_layer_params / rate + attention,
+        6 * model.dense_layer_params / rate + attention,
+        6 * model.mtp_params / rate,
+        6 * model.head_params / bf16,
     )
 
 
 def share_of_peak(model: MoeModel, cluster: Cluster, dtype: str, sequence: int = 4096) -> float:
     """What all compute reaches of the peak of its precision where launches cost nothing."""
     peak = (cluster.gpu.bf16_tflops if dtype == "bf16" else cluster.gpu.fp8_tflops).value * 1e6
-    return model.train_flops_per_token(sequence) / peak / sum(per_token(model, cluster, dtype, sequence))
+    return model.train_flops_per_token(sequence) / peak / per_token(model, cluster, dtype, sequence).of(model)

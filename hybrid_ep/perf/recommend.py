@@ -17,6 +17,7 @@ from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.perf.models import MoeModel
 from hybrid_ep.perf.routing import Traffic
 from hybrid_ep.perf.shape import Shape
+from hybrid_ep.perf.stages import ONE_LAYER
 from hybrid_ep.perf.step_time import Job, compute_us, step
 
 _SMS = (4, 8, 16, 24, 32, 48, 64)
@@ -167,7 +168,7 @@ def job_of(m: MoeModel, cluster: Cluster, gpus: int, ep: int, pp: int, **more: A
 
 
 def _plans(base: Job, gb: float) -> Iterator[Plan]:
-    m, cluster, ep, pp, overlap = base.model, base.cluster, base.ep, base.pp, base.overlap
+    m, cluster, ep, overlap = base.model, base.cluster, base.ep, base.overlap
     if ep == 1:
         yield _plan(base, 0, 0, "nothing", 0.0, gb)
         return
@@ -177,7 +178,7 @@ def _plans(base: Job, gb: float) -> Iterator[Plan]:
         yield _plan(job, sms, 0, "tokens", 0.0, gb)
     if ep <= cluster.ranks_per_node:
         move_us = 3 * dwdp.weight_bytes(m, ep, "bf16") / (cluster.gpu.nvlink_rate * 1e3) * dwdp.CONTENTION
-        exposed = max(move_us * (1 - overlap), move_us - compute_us(base) / (m.num_layers / pp))
+        exposed = max(move_us * (1 - overlap), move_us - compute_us(base, ONE_LAYER))
         two_layers = 2 * dwdp.weight_bytes(m, ep, "bf16") / 1e9
         yield _plan(replace(base, overlap=1.0), 0, 0, "weights", exposed, gb + two_layers, move_us)
 

@@ -2,7 +2,8 @@
 
     micro-batch of a stage = compute (1 + cv_fast g(EP)) + launches + exposed exchange + fixed cost of its calls
                              + tensor parallel + exposed transfers to the next stage
-    step = micro-batches x that x (1 + bubble) x (1 + cv_slow g(nodes)) + exposed gradient exchange
+    step = (micro-batches x the slowest stage's + the others' together / virtual stages) x (1 + cv_slow g(nodes))
+           + exposed gradient exchange
 
 g(n) is the expected maximum of n standard normals: within an EP group every layer waits for its slowest rank
 (cv_fast, fresh in every layer), the whole job waits for its slowest node (cv_slow, persistent). Load imbalance is an
@@ -12,20 +13,23 @@ first forward's handle, whose combine nobody reads (`megatron_patches.recompute`
 
 from __future__ import annotations
 
+import collections
 import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import efficiency, model, models, peers, routing
+from hybrid_ep.perf import efficiency, model, models, peers, routing, stages
 from hybrid_ep.perf.costs import hbm_us
 from hybrid_ep.perf.implementations import PUBLISHED
 from hybrid_ep.perf.models import MoeModel
 from hybrid_ep.perf.order_statistics import expected_max
 from hybrid_ep.perf.shape import Shape
+from hybrid_ep.perf.stages import ONE_LAYER, Stage
 
 CSV = Path(__file__).parent / "data" / "published_end_to_end.csv"
 DISPATCHERS = ("hybrid_ep", "published_hybrid_ep", "node_dedup", "a2a", "deepep_v1")
@@ -52,7 +56,9 @@ class Job:
     included; None: as published steps have it (`efficiency`). iteration_graph: one CUDA graph holds an iteration, and
     no layer's launches cost anything. overlap, grad_overlap: share of exchange and of gradient traffic hidden behind
     compute; transfers between pipeline stages hide as gradients do where stages are virtual ones too, and not at all
-    elsewhere. fixed_us: of each call, beyond the exchange model. ValueError names argument, value and remedy."""
+    elsewhere. fixed_us: of each call, beyond the exchange model. mtp_layers: of multi-token prediction; None: as
+    many as the model has. layout: of the pipeline, as Megatron's --pipeline-model-parallel-layout has it; "": equal
+    stages, as far as layers and loss divide. ValueError names argument, value and remedy."""
 
     model: MoeModel
     cluster: Cluster
@@ -77,6 +83,8 @@ class Job:
     tensor: int = 1
     recompute: str = "none"
     iteration_graph: bool = False
+    mtp_layers: int | None = None
+    layout: str = ""
 
     def __post_init__(self) -> None:
         if self.ep < 1 or self.model.experts % self.ep:
@@ -90,6 +98,10 @@ class Job:
         for name, known in (("dispatcher", DISPATCHERS), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
+        if self.mtp < 0:
+            raise ValueError(f"mtp_layers={self.mtp_layers} must be at least 0")
+        if self.layout:
+            _ = self.stages
         for name in ("overlap", "grad_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be in 0 .. 1")
@@ -98,6 +110,17 @@ class Job:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0")
         if self.efficiency is not None and not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency={self.efficiency!r} must be in (0, 1]")
+
+    @property
+    def mtp(self) -> int:
+        """Layers of multi-token prediction."""
+        return self.model.mtp_layers if self.mtp_layers is None else self.mtp_layers
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What each pipeline stage holds, from the first to the last."""
+        m = self.model
+        return stages.stages(m.num_layers, m.moe_layers, self.mtp, self.pp, self.virtual_pp, self.layout)
 
     @property
     def shape(self) -> Shape:
@@ -184,31 +207,52 @@ def _exchange(
     return total
 
 
-def compute_us(job: Job, fitted: efficiency.Compute | None = None) -> float:
+class _Compute(NamedTuple):
+    """Microseconds of a micro-batch, forward and backward, launches left out: of a MoE layer, of a layer without
+    experts, of what multi-token prediction has beyond a MoE layer, of a pass of the output layer."""
+
+    moe: float
+    dense: float
+    mtp_more: float
+    head: float
+
+    def of(self, stage: Stage) -> float:
+        return stage.moe * self.moe + stage.dense * self.dense + stage.mtp * self.mtp_more + stage.heads * self.head
+
+
+def compute_us(job: Job, stage: Stage, fitted: efficiency.Compute | None = None) -> float:
     """Forward and backward of a micro-batch on a stage, launches left out. The experts' products take the longer of
     their FLOPs and their memory: weights read twice (with recompute three times) and fp32 gradients accumulated, 12
     (14) bytes a parameter of this rank. Their GEMMs compute whole tiles: half a tile of rows more an expert than it
-    has."""
-    m, again, all_again = job.model, job.recompute != "none", job.recompute == "full"
+    has. The output layer is not recomputed."""
+    return _compute(job, fitted).of(stage)
+
+
+def _compute(job: Job, fitted: efficiency.Compute | None) -> _Compute:
+    m, again = job.model, job.recompute != "none"
     if job.efficiency is None:
         token = efficiency.per_token(m, job.cluster, job.dtype, job.sequence, fitted)
     else:
-        rate = job.peak_tflops * 1e6 * job.efficiency
-        experts = 6 * m.expert_params * m.topk * m.moe_layers
-        token = efficiency.PerToken(experts / rate, 0.0, (m.train_flops_per_token(job.sequence) - experts) / rate)
-    gemms, tensors, others = (job.tokens / job.pp * us for us in token)
-    memory = hbm_us(job.cluster, (14 if again else 12) * m.routed_params / (job.ep * job.pp))
+        token = efficiency.at_share(m, job.cluster, job.dtype, job.sequence, job.efficiency)
+    memory = hbm_us(job.cluster, (14 if again else 12) * m.expert_params * m.experts / job.ep)
     more = (4 / 3 if again else 1) * (1 + job.imbalance)
-    gemms *= more * (1 + GEMM_TILE_ROWS / 2 / (job.tokens * m.topk * job.ep / m.experts))
-    return ((4 / 3 if all_again else 1) * others + max(gemms, memory) + more * tensors) * _largest_stage(job)
+    tiles = 1 + GEMM_TILE_ROWS / 2 / (job.tokens * m.topk * job.ep / m.experts)
+    experts = max(more * tiles * job.tokens * token.expert_gemms, memory) + more * job.tokens * token.expert_tensors
+    layers = (4 / 3 if job.recompute == "full" else 1) * job.tokens
+    return _Compute(
+        layers * token.moe_others + experts,
+        layers * token.dense_layer,
+        layers * token.mtp_more,
+        job.tokens * token.head,
+    )
 
 
-def launches_us(job: Job, fitted: efficiency.Compute | None = None) -> float:
+def launches_us(job: Job, stage: Stage, fitted: efficiency.Compute | None = None) -> float:
     """What a micro-batch on a stage takes beside that for its launches; in a given `efficiency` they are contained."""
     if job.efficiency is not None or job.iteration_graph:
         return 0.0
     again = 4 / 3 if job.recompute == "full" else 1
-    return again * efficiency.layer_us(job.cluster, fitted) * job.model.num_layers / job.pp * _largest_stage(job)
+    return again * efficiency.layer_us(job.cluster, fitted) * stage.layers
 
 
 def said_of_compute(job: Job) -> str:
@@ -222,17 +266,12 @@ def said_of_compute(job: Job) -> str:
     return said.replace(f"{launches:.1f} ms", "nothing") if job.iteration_graph else said
 
 
-def _largest_stage(job: Job) -> float:
-    """Layers of the largest pipeline stage over the mean."""
-    return -(-job.model.num_layers // job.pp) * job.pp / job.model.num_layers
-
-
-def tensor_us(job: Job) -> float:
+def tensor_us(job: Job, stage: Stage) -> float:
     """All-gathers and reduce-scatters of a micro-batch on a stage, over NVLink and not overlapped: one of each around
     attention, and around the MLP of a layer without experts, in the forward and, mirrored, in the backward. Each moves
-    the other tensor ranks' tokens, bf16. Those around shared experts are left out."""
+    the other tensor ranks' tokens, bf16. Those around shared experts and the output layer are left out."""
     m, passes = job.model, 3 if job.recompute == "full" else 2
-    blocks = (2 * m.num_layers - m.moe_layers) / job.pp * _largest_stage(job)
+    blocks = stage.layers + stage.dense
     return 2 * passes * blocks * (job.tensor - 1) * job.tokens * m.hidden * 2 / (job.cluster.gpu.nvlink_rate * 1e3)
 
 
@@ -267,42 +306,46 @@ def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None
     """One optimizer step of the job. fitted: in place of `efficiency.FITTED`. layer: takes the place of the exchange
     model and of what imbalance does to it, for a job without recompute (ValueError), whose `imbalance` then is of the
     experts' compute alone."""
-    m, us = job.model, 1e6
     if layer is not None and job.recompute != "none":
         raise ValueError(f"recompute={job.recompute!r}: a given layer says nothing of a recomputed exchange; use none")
-    compute, launches = compute_us(job, fitted), launches_us(job, fitted)
-    straggle = compute * job.cv_fast * expected_max(job.ep)
-    layers = m.moe_layers / job.pp * _largest_stage(job)
     one_way = exchange_us(job) * (1 + job.imbalance) if layer is None else layer.one_way_us
-    again = recompute_us(job) * (1 + job.imbalance)
-    exchange = layers * (2 * one_way + again) * (1 - job.overlap)  # forward, and each is the other's backward
+    # forward, and each is the other's backward
+    exchange = (2 * one_way + recompute_us(job) * (1 + job.imbalance)) * (1 - job.overlap)
     calls = 4 + (0 if job.recompute == "none" else 1 if _by_handle(job) else 2)
-    fixed, tensor = layers * (calls * job.fixed_us + (layer.beside_us if layer else 0.0)), tensor_us(job)
-    pipeline = pipeline_us(job)
-    micro_batch = compute + launches + straggle + exchange + fixed + tensor + pipeline
-    bubble = (job.pp - 1) / (job.virtual_pp * job.micro_batches)
+    fixed = calls * job.fixed_us + (layer.beside_us if layer else 0.0)
+
+    of_compute = _compute(job, fitted)
+    a_launch, transfers, waits = launches_us(job, ONE_LAYER, fitted), pipeline_us(job), expected_max(job.ep)
+
+    def micro_batch(stage: Stage) -> dict[str, float]:
+        compute = of_compute.of(stage)
+        return {
+            "compute": compute,
+            "launches": stage.layers * a_launch,
+            "exchange": stage.moe * exchange,
+            "fixed": stage.moe * fixed,
+            "tensor parallel": tensor_us(job, stage),
+            "pipeline transfers": transfers,
+            "waiting in the EP group": compute * job.cv_fast * waits,
+        }
+
+    counts = collections.Counter(job.stages)
+    known = {stage: micro_batch(stage) for stage in counts}
+    of_stage = {stage: sum(parts.values()) for stage, parts in known.items()}
+    slowest = max(of_stage, key=lambda stage: of_stage[stage])
+    # What is before the first and behind the last micro-batch of the slowest: one of each other stage, a chunk of it.
+    others = sum(n * of_stage[stage] for stage, n in counts.items()) - of_stage[slowest]
+    parts = {name: us * job.micro_batches for name, us in known[slowest].items()}
+    parts["bubble"] = others / job.virtual_pp
     nodes = max(1, job.gpus // min(8, job.gpus))
-    slow = job.cv_slow * expected_max(nodes)
-    busy = micro_batch * job.micro_batches * (1 + bubble)
-    gradients = _gradient_us(job) * (1 - job.grad_overlap)
-    total = busy * (1 + slow) + gradients
-    parts = {
-        "compute": compute * job.micro_batches,
-        "launches": launches * job.micro_batches,
-        "exchange": exchange * job.micro_batches,
-        "fixed": fixed * job.micro_batches,
-        "tensor parallel": tensor * job.micro_batches,
-        "pipeline transfers": pipeline * job.micro_batches,
-        "waiting in the EP group": straggle * job.micro_batches,
-        "bubble": micro_batch * job.micro_batches * bubble,
-        "slowest node": busy * slow,
-        "gradients": gradients,
-    }
-    rate = job.tokens * job.micro_batches / (total / us) / job.pp
+    parts["slowest node"] = sum(parts.values()) * job.cv_slow * expected_max(nodes)
+    parts["gradients"] = _gradient_us(job) * (1 - job.grad_overlap)
+    total = sum(parts.values())
+    rate = job.tokens * job.micro_batches / (total / 1e6) / job.pp
     return Step(
-        total / us,
+        total / 1e6,
         rate,
-        rate * m.train_flops_per_token(job.sequence) / 1e12,
+        rate * job.model.train_flops_per_token(job.sequence, job.mtp) / 1e12,
         one_way,
         {name: part / total for name, part in parts.items()},
     )
@@ -311,8 +354,8 @@ def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None
 def _gradient_us(job: Job) -> float:
     """Gradients reduce-scattered in fp32 and weights gathered in bf16 over the replicas, by the slower link."""
     m = job.model
-    dense = (m.total * 1e9 - m.routed_params) / (job.pp * job.tensor)
-    experts = m.routed_params / (job.ep * job.pp)
+    dense = m.total * 1e9 - m.routed_params + job.mtp * (m.moe_layer_params + m.mtp_params)
+    dense, experts = dense / (job.pp * job.tensor), m.routed_params * (1 + job.mtp / m.moe_layers) / (job.ep * job.pp)
     rate = job.cluster.nic.rate if job.gpus > job.cluster.ranks_per_node else job.cluster.gpu.nvlink_rate
     over = (dense, job.gpus // (job.pp * job.tensor)), (experts, job.gpus // (job.ep * job.pp))
     return sum(6 * params * (1 - 1 / n) for params, n in over) / (rate * 1e3)

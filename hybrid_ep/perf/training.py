@@ -3,8 +3,9 @@
 The rows are Megatron Bridge's performance summaries and Megatron-LM's MoE recipes: dropless, experts force-balanced.
 Summaries give the layout; dispatcher, overlap of the exchange and CUDA graphs are those of the recipe for this layout
 in the project's repository at the date of the summary (`known`). Where there is none of just this layout they are
-those of the nearest, or assumed, and such a row sets nothing. What no source says is taken alike for all: 32 SMs, no
-recompute, nine tenths of an overlapped exchange hidden. DeepEP between nodes counts as Hybrid-EP does.
+those of the nearest, or assumed, and such a row sets nothing. Whether a step of DeepSeek-V3 had its layer of
+multi-token prediction is told by its TFLOPS over its tokens/s, a token's FLOPs. What no source says is taken alike for
+all: 32 SMs, no recompute, nine tenths of an overlapped exchange hidden. DeepEP between nodes counts as Hybrid-EP does.
 
 A configuration is measured again by every release of the software: the newest counts, the others are `older`."""
 
@@ -103,7 +104,7 @@ def _read() -> Iterator[Row]:
             job = _job(record)
             value = float(record["value"])
             if record["unit"] == "TFLOPS":
-                value *= 1e12 / job.model.train_flops_per_token(_SEQUENCE)
+                value *= 1e12 / job.model.train_flops_per_token(_SEQUENCE, job.mtp)
             kind = "" if record["known"] == "1" else "assumed"
             yield Row(record["source"], job, value, record["dispatcher"], record["graphs"], kind)
 
@@ -128,6 +129,8 @@ def _job(record: dict[str, str]) -> Job:
         tensor=tensor,
         cv_slow=CV_SLOW,
         iteration_graph=record["graphs"] == "iteration",
+        mtp_layers=int(record["mtp"]),
+        layout=record["layout"],
     )
 
 

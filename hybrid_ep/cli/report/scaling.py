@@ -166,7 +166,7 @@ def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
                 tokens,
                 seconds,
                 1e9 * state_gb(job.model, n, job.ep, job.pp),
-                job.model.train_flops_per_token(job.sequence),
+                job.model.train_flops_per_token(job.sequence, job.mtp),
             )
         )
     return rows

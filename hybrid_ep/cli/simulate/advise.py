@@ -116,7 +116,16 @@ def _own(args: argparse.Namespace) -> step_time.Job | None:
     """The job whose layout the flags give, with the SMs that the model would take where none are given."""
     if args.ep is None:
         if flags := job_flags.given(
-            args, ("--pp", "--virtual-pp", "--tensor", "--micro-batches", "--dispatcher", "--dispatch-dtype")
+            args,
+            (
+                "--pp",
+                "--virtual-pp",
+                "--pipeline-layout",
+                "--tensor",
+                "--micro-batches",
+                "--dispatcher",
+                "--dispatch-dtype",
+            ),
         ):
             raise ValueError(
                 f"{' '.join(flags)}: the plans have their own; give --ep too for a job of yours beside them"

@@ -6,6 +6,7 @@ Job; `command_of` prints the line that gives the same answer, so that nobody has
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Collection
 from typing import Any
 
@@ -51,6 +52,13 @@ _NAMES: dict[str, tuple[str, Any, Any, str, str]] = {
         "hybrid_ep",
         "NAME",
         f"who moves the tokens: one of {', '.join(map(names.dispatcher, DISPATCHERS))}",
+    ),
+    "--pipeline-layout": (
+        "layout",
+        str,
+        "",
+        "LAYOUT",
+        "layers of the pipeline's chunks as Megatron writes them, 'Et*4|(tttt|)*14tmL'; equal stages by default",
     ),
 }
 _FIELDS = {
@@ -103,5 +111,5 @@ def command_of(job: Job, verb: str = "report scaling --simulate") -> str:
         value = getattr(job, field)
         if value != default and not (verb == _ADVICE and flag in ("--ep", "--num-sms")):
             value = names.dispatcher(value) if flag == "--dispatcher" else value
-            words.append(f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}")
+            words.append(f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {shlex.quote(str(value))}")
     return " ".join(words if verb == _ADVICE else [*words, "--mode weak"])

@@ -92,13 +92,18 @@ def test_scaling_decays_slowly_from_8_to_16384_gpus():
 
 
 def test_recompute_and_tensor_parallelism_by_hand():
-    """A quarter of the work is the forward; tensor ranks gather and scatter twice a layer, forward and backward."""
+    """A third of the work is the forward, of layers and not of the output layer, which the last stage has; tensor ranks
+    gather and scatter twice a layer, forward and backward."""
     base = Job(QWEN, H100, 64, 8, pp=2, imbalance=0.0)
     again, apart = Job(**{**vars(base), "recompute": "full"}), Job(**{**vars(base), "tensor": 4})
-    assert step_time.compute_us(again) == pytest.approx(4 / 3 * step_time.compute_us(base))
+    first, last = base.stages
+    layers, more = (step_time.compute_us(job, first) for job in (base, again))
+    assert more == pytest.approx(4 / 3 * layers)
+    head = step_time.compute_us(base, last) - layers
+    assert head > 0 and step_time.compute_us(again, last) == pytest.approx(more + head)
     a_gather = 3 * 4096 * QWEN.hidden * 2 / (H100.gpu.nvlink_rate * 1e3)
-    assert step_time.tensor_us(base) == 0
-    assert step_time.tensor_us(apart) == pytest.approx(4 * QWEN.num_layers / 2 * a_gather)
+    assert step_time.tensor_us(base, first) == 0
+    assert step_time.tensor_us(apart, first) == pytest.approx(4 * QWEN.num_layers / 2 * a_gather)
 
 
 @pytest.mark.parametrize("recompute", ["moe", "full"])
@@ -132,6 +137,8 @@ def test_a_recomputed_exchange_by_hand(recompute):
     "change, word",
     [
         ({"tensor": 3}, "tensor=3"),
+        ({"pp": 2, "layout": "Et*24|t*23L"}, "must have 2 x 1 chunks with 48 layers t"),
+        ({"mtp_layers": -1}, "mtp_layers=-1"),
         ({"recompute": "some"}, "recompute='some'"),
         ({"ep": 7}, "ep=7"),
         ({"gpus": 12}, "gpus=12"),

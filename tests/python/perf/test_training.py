@@ -96,7 +96,7 @@ def test_the_committed_table_is_that_of_the_script(monkeypatch):
 def test_held_out_rows_are_nearer_than_at_half_of_peak():
     rows = training.of_kind("fits")
     median, worst = training.spread(row.held_out for row in rows)
-    assert median < 0.15 and worst < 0.75
+    assert median < 0.12 and worst < 0.8
     before, _ = training.spread(
         step(replace(row.job, efficiency=0.5)).tokens_per_s_per_gpu / row.tokens_per_s - 1 for row in rows
     )
@@ -113,7 +113,7 @@ def test_a_row_counts_once_and_the_newest_does():
     assert len(newest) == 32 and all(release(row) <= release(newest[row.job]) for row in older)
     assert all(row.half == newest[row.job].half for row in older)
     median, worst = training.spread(row.held_out for row in older)
-    assert median < 0.15 and worst < 0.45
+    assert median < 0.11 and worst < 0.55
 
 
 def test_a_prediction_says_what_the_model_knows_of_the_row_beside_it():
@@ -158,9 +158,11 @@ def test_launches_are_of_layers_and_micro_batches_and_gone_in_a_graph_of_iterati
     assert saved[0] - saved[2] == pytest.approx(launches, rel=1e-6)
     assert 0.74 * launches < saved[0] - saved[1] < 0.85 * launches  # beside them fuller tiles, fewer exchanges
     assert step(replace(job, efficiency=0.3)).shares["launches"] == step(graphed).shares["launches"] == 0
-    assert launches_us(replace(job, recompute="full")) == pytest.approx(4 / 3 * launches_us(job))
-    grace = launches_us(replace(job, cluster=clusters.get("gb200_nvl72")))
-    assert grace < 0.2 * launches_us(job) and "nothing of launches" in said_of_compute(graphed)
+    (stage,) = job.stages
+    mine = launches_us(job, stage)
+    assert launches_us(replace(job, recompute="full"), stage) == pytest.approx(4 / 3 * mine)
+    grace = launches_us(replace(job, cluster=clusters.get("gb200_nvl72")), stage)
+    assert grace < 0.2 * mine and "nothing of launches" in said_of_compute(graphed)
 
 
 def test_of_equally_near_steps_the_newest_is_named():

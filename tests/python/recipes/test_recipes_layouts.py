@@ -63,6 +63,12 @@ def test_equal_chunks_hold_the_whole_model(chunks):
     run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
     text = layouts.equal_chunks(run, chunks)
     assert text.replace("|", "") == "E" + "t" * 61 + "mL" and text.count("|") == chunks - 1
+    written = {16: "Et*4|(tttt|)*14tmL", 32: "Et|(tt|)*30mL", 64: "E|(t|)*61m|L"}  # of published runs
+    if chunks in written:
+        made = [
+            run.derive(pipeline_layout=one, pipeline=4, virtual_pipeline=chunks // 4) for one in (text, written[chunks])
+        ]
+        assert made[0].stages() == made[1].stages()
     with pytest.raises(ValueError, match="not 3 equal chunks"):
         layouts.equal_chunks(run, 3)
 
@@ -90,9 +96,7 @@ def test_what_recipes_ship_is_near_the_fastest_of_the_committed_table():
         assert cells[0].removeprefix("| ") == name and cells[1].startswith(str(run.num_gpus))
         assert cells[3] == str(own) and cells[6] == f"{own.seconds:.2f}", "run `make tables`"
         assert own.seconds < float(cells[7]), "alltoall is faster"
-        without_experts_apart, as_published = "EP 1," in cells[8], (name, cluster) == ("deepseek_v3", "b200_8x400g")
-        most = 1.14 if without_experts_apart else 1.10 if as_published else 1.065
-        assert own.seconds <= float(cells[10]) * most
+        assert own.seconds <= float(cells[10]) * 1.065
 
 
 @pytest.mark.parametrize("name", CLUSTER_RECIPES)
