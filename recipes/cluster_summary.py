@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hybrid_ep.cli import names
 from hybrid_ep.cli.outputs import count
 from hybrid_ep.cli.simulate.job import command_of
-from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models, recommend, step_time, training
+from hybrid_ep.perf import recommend, step_time, training
 
-from . import memory
+from . import layouts, memory
 from .cluster import ClusterRun
+from .modelled import job_of
 
-_OVERLAP = 0.9  # of the exchange, behind the compute of another micro-batch: assumed, as for gradients
 _DEAR = 0.1  # of the step: launches worth a word
 _CLOSE = 0.01  # two steps nearer than this are the same to a model with residuals of several per cent
 
@@ -52,7 +50,7 @@ def predict(run: ClusterRun) -> str:
         "none": "what is recomputed counted as free, " if run.recompute_modules else "",
         "moe": f"experts computed twice{rows}, ",
         "full": f"all layers computed twice{rows}, ",
-    }[_recompute(run)]
+    }[job.recompute]
     return "\n".join(
         [
             f"step time: {step.seconds:.2f} s, {step.tokens_per_s_per_gpu:,.0f} tokens/s and "
@@ -71,23 +69,19 @@ def predict(run: ClusterRun) -> str:
 
 
 def _of_launches(run: ClusterRun, step: step_time.Step) -> list[str]:
-    """What a larger micro-batch would take, which pays for its launches once, where they are dear; same SMs."""
+    """What a larger micro-batch would take, which pays for its launches once, where they are dear."""
     share = step.shares["launches"]
     if share < _DEAR:
         return []
-    found = []
-    for size in (n * run.micro_batch_size for n in (2, 4, 8)):
-        try:
-            made = run.derive(micro_batch_size=size)
-            memory.check_fits(made)
-        except ValueError:  # more than memory holds, or no part of the batch
-            break
-        found.append((step_time.step(job_of(made)).seconds, size))
-    said = f"launches of layers are {share:.0%} of the step: "
+    said, found = f"launches of layers are {share:.0%} of the step: ", layouts.with_larger_micro_batches(run)
     if not found:
         return [f"{said}no larger micro_batch_size fits memory and batch"]
-    seconds, size = min(found)
-    return [f"{said}--set micro_batch_size={size} fits and is predicted to take {seconds:.2f} s"]
+    best = min(found, key=lambda layout: layout.seconds)
+    if best.seconds >= step.seconds:
+        return [f"{said}a larger micro_batch_size that fits is not predicted to be faster"]
+    size, num_sms = best.run.micro_batch_size, best.run.num_sms
+    sms = "" if num_sms == run.num_sms else f" --set num_sms={num_sms}"
+    return [f"{said}--set micro_batch_size={size}{sms} fits and is predicted to take {best.seconds:.2f} s"]
 
 
 @dataclass(frozen=True)
@@ -155,31 +149,3 @@ def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
             f"against {own.seconds:.2f} s; {remedy}"
         )
     return lines
-
-
-def _recompute(run: ClusterRun) -> str:
-    """In the step model's words."""
-    return names.modelled_recompute(run.recompute)
-
-
-def job_of(run: ClusterRun) -> step_time.Job:
-    """What the step model is asked. ValueError where it does not know model or cluster."""
-    return step_time.Job(
-        models.get(run.architecture.name),
-        clusters.get(run.hardware.name),
-        run.num_gpus,
-        run.expert,
-        run.pipeline,
-        run.virtual_pipeline,
-        run.tokens_per_rank,
-        run.seq_length,
-        run.num_microbatches,
-        dtype=run.precision,
-        dispatcher=names.modelled_dispatcher(run.dispatcher),
-        num_sms=run.num_sms,
-        layout=run.pipeline_layout,
-        tensor=run.tensor,
-        recompute=_recompute(run),
-        overlap=_OVERLAP if run.overlap else 0.0,
-        cv_slow=step_time.CV_SLOW,
-    )

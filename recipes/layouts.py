@@ -1,5 +1,6 @@
 """Which layout of a GPU recipe the performance model has as the fastest, among those that fit: tensor, pipeline and
-expert sizes, virtual stages, recompute and SMs; hardware, batch, precision and all else stay the run's own.
+expert sizes, virtual stages, sequences of a micro-batch, recompute and SMs; hardware, global batch, precision and all
+else stay the run's own.
 
 A layout fits when `recipes.memory` says so, activations and buffers included. The step model knows no allocator, no
 library's fused kernels and no fabric beyond a NIC's rate: a lead of a few per cent is none."""
@@ -8,20 +9,30 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybrid_ep.perf import recommend, step_time
+from hybrid_ep.perf import model, peers, recommend, step_time
 
 from . import memory
 from .cluster import ClusterRun
-from .cluster_summary import job_of
+from .modelled import job_of
 
 _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 4, 8, 16)
 _VIRTUAL = (1, 2, 4, 8)
-_FIELDS = ("tensor", "pipeline", "virtual_pipeline", "expert", "recompute", "num_sms", "pipeline_layout")
+SEQUENCES = (1, 2, 4, 8)  # of a micro-batch
+_FIELDS = (
+    "tensor",
+    "pipeline",
+    "virtual_pipeline",
+    "expert",
+    "micro_batch_size",
+    "recompute",
+    "num_sms",
+    "pipeline_layout",
+)
 _CLOSE = 0.01  # of the fastest: the same to a model with residuals of several per cent
 
 
@@ -39,7 +50,8 @@ class Layout:
 
     def __str__(self) -> str:
         r = self.run
-        return f"TP {r.tensor}, PP {r.pipeline} x {r.virtual_pipeline}, EP {r.expert}, recompute {r.recompute}"
+        sizes = f"TP {r.tensor}, PP {r.pipeline} x {r.virtual_pipeline}, EP {r.expert}, MBS {r.micro_batch_size}"
+        return f"{sizes}, recompute {r.recompute}"
 
 
 def own(run: ClusterRun) -> Layout:
@@ -47,21 +59,26 @@ def own(run: ClusterRun) -> Layout:
     return Layout(run, memory.check_fits(run).total, step_time.step(job_of(run)).seconds)
 
 
-def ranked(run: ClusterRun, most: int = 10, watch: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> list[Layout]:
+def ranked(
+    run: ClusterRun,
+    most: int = 10,
+    watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    sequences: Sequence[int] = SEQUENCES,
+) -> list[Layout]:
     """The `most` fastest that fit, fastest first; of those within 1 % of the fastest the one that changes least. For
     each size the least recompute that fits, and the SMs that the model would take. watch: sees the layouts go by, for a
-    progress bar. ValueError where nothing fits, or the model does not know model or hardware."""
+    progress bar. sequences: sizes of a micro-batch, beside the run's own. ValueError where nothing fits, or the model
+    does not know model or hardware."""
     job_of(run)
     candidates = sorted(
-        ((_bound(made), i, made, need) for i, (made, need) in enumerate(_fitting(run))), key=lambda c: c[:2]
+        ((_bound(made), i, made, need) for i, (made, need) in enumerate(_fitting(run, sequences))), key=lambda c: c[:2]
     )
     found: list[Layout] = []
     for bound, _, made, need in watch(candidates):
-        if len(found) >= most and bound > sorted(layout.seconds for layout in found)[most - 1]:
+        fastest = sorted(layout.seconds for layout in found)
+        if len(found) >= most and bound > max(fastest[most - 1], fastest[0] * (1 + _CLOSE)):
             continue
-        job = job_of(made)
-        job = recommend.tuned(job) if made.dispatcher == "hybrid_ep" else job
-        found.append(Layout(replace(made, num_sms=job.num_sms), need, step_time.step(job).seconds))
+        found.append(_timed(made, need))
     if not found:
         raise ValueError(f"num_hosts={run.num_hosts}: no layout of {run.recipe} fits {run.num_gpus} GPUs; take more")
     best = min(layout.seconds for layout in found)
@@ -92,32 +109,72 @@ def table(run: ClusterRun, watch: Callable[[Iterable[Any]], Iterable[Any]] = ite
     for layout, note in rows:
         num_sms = layout.run.num_sms if layout.run.expert > 1 else "-"
         lines.append(f"  {layout.seconds:>7.2f}{layout.need_bytes / 1e9:>7.1f}{num_sms:>5}  {layout}{note}")
-    changes = " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in best.changes(run).items())
+    changes = set_words(best.changes(run))
     lines.append(f"the first: {changes}" if changes else "the first is the run as it is")
     if best.run.expert == 1:
         lines.append("with EP 1 every GPU has all experts, and nothing is exchanged")
     return "\n".join(lines)
 
 
+def with_larger_micro_batches(run: ClusterRun) -> list[Layout]:
+    """The run with each larger micro-batch that fits, and with the SMs that the model would take for it: what `ranked`
+    says of these."""
+    return [
+        _timed(made, need) for made, need in _sequences(run, SEQUENCES) if made.micro_batch_size > run.micro_batch_size
+    ]
+
+
+def _timed(run: ClusterRun, need: int) -> Layout:
+    job = job_of(run)
+    job = recommend.tuned(job) if run.dispatcher == "hybrid_ep" else job
+    return Layout(replace(run, num_sms=job.num_sms), need, step_time.step(job).seconds)
+
+
+def set_words(changes: dict[str, Any]) -> str:
+    """The words of `launch` that make the changes."""
+    return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in changes.items())
+
+
 def _bound(run: ClusterRun) -> float:
-    """Seconds of a step whose exchange costs nothing: none is faster."""
-    return step_time.step(replace(job_of(run), overlap=1.0)).seconds
+    """Seconds of a step that none is faster than: its links have nothing but rows to carry; with recompute, if that is
+    more, its exchange costs nothing."""
+    job = job_of(run)
+    links = sum(peers.links_us(op, job.shape, job.cluster) for op in model.OPS) if job.ep > 1 else 0.0
+    once = step_time.step(replace(job, recompute="none"), step_time.Layer(links)).seconds
+    if job.recompute == "none":
+        return once
+    # the dispatcher that is timed at once, where no time counts
+    return max(once, step_time.step(replace(job, overlap=1.0, dispatcher="a2a")).seconds)
 
 
-def _fitting(run: ClusterRun) -> Iterator[tuple[ClusterRun, int]]:
-    """Each with the bytes of its fullest GPU."""
+def _sequences(run: ClusterRun, sizes: Iterable[int]) -> Iterator[tuple[ClusterRun, int]]:
+    """The run with every micro-batch of `sizes` that divides the batch and fits, and the bytes of its fullest GPU."""
     budget = memory.budget_bytes(run)
+    for size in sorted(sizes):
+        try:
+            made = run.derive(micro_batch_size=size)
+            need = memory.per_gpu(made).total
+        except ValueError:  # no part of the batch, or fewer micro-batches than stages
+            continue
+        if need > budget:
+            return  # a larger one needs more
+        yield made, need
+
+
+def _fitting(run: ClusterRun, sequences: Sequence[int]) -> Iterator[tuple[ClusterRun, int]]:
+    """Each with the bytes of its fullest GPU; a size of micro-batch with the least recompute that it fits with."""
     experts = [n for n in range(1, run.architecture.num_experts + 1) if _whole_domains(run, n)]
     for tensor, pipeline, virtual, expert in itertools.product(_TENSOR, _PIPELINE, _VIRTUAL, experts):
+        known: set[int] = set()
         for recompute in _recomputes(run):
             try:
-                made = _derived(run, tensor, pipeline, virtual, expert, recompute)
-                need = memory.per_gpu(made).total
+                base = _derived(run, tensor, pipeline, virtual, expert, recompute)
             except ValueError:  # not a layout of this model on so many GPUs
                 continue
-            if need <= budget:
-                yield made, need
-                break  # more recompute is slower
+            for made, need in _sequences(base, {run.micro_batch_size, *sequences}):
+                if made.micro_batch_size not in known:  # more recompute is slower
+                    known.add(made.micro_batch_size)
+                    yield made, need
 
 
 def _whole_domains(run: ClusterRun, expert: int) -> bool:
@@ -137,6 +194,7 @@ def _derived(run: ClusterRun, tensor: int, pipeline: int, virtual: int, expert: 
         virtual_pipeline=virtual,
         expert=expert,
         recompute=recompute,
+        micro_batch_size=1,
         ranks_per_node=0,
         pipeline_layout=run.pipeline_layout if same else equal_chunks(run, pipeline * virtual),
     )

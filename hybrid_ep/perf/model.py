@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from hybrid_ep.hardware.block_split import local_blocks
@@ -53,6 +54,24 @@ class Prediction:
         return max(self.bounds, key=self.bounds.__getitem__)
 
 
+@lru_cache(maxsize=4)
+def _run(
+    op: str,
+    shape: Shape,
+    traffic: Traffic,
+    cost: RowCosts,
+    impl: Implementation,
+    num_sms: int,
+    chunk: int,
+    cluster: Cluster,
+    local: int,
+    moved: LocalRows,
+) -> tuple[_Work, Timeline]:
+    """Kept for the backward, which asks about the same rows without the exchange of routing."""
+    work = _Work(shape, traffic, cost, impl, num_sms, chunk, cluster, local, moved)
+    return work, work.dispatch() if op == "dispatch" else work.combine()
+
+
 def predict(
     op: str,
     shape: Shape,
@@ -94,8 +113,7 @@ def predict(
     traffic = uniform(shape) if traffic is None else traffic
     cost = RowCosts.of(cluster, shape, impl, op, dtype)
     moved = local_rows(shape, traffic, impl, op, shape.nodes == 1 if landed is None else landed)
-    work = _Work(shape, traffic, cost, impl, num_sms, chunk, cluster, local, moved)
-    line = work.dispatch() if op == "dispatch" else work.combine()
+    work, line = _run(op, shape, traffic, cost, impl, num_sms, chunk, cluster, local, moved)
     barriers = impl.barriers * cluster.gpu.barrier_us.value
     skew = cluster.gpu.skew_us.value if shape.nodes > 1 else 0.0
     own_barriers = barriers if impl.local_pass != "none" else 0.0  # ours are inside the kernel

@@ -79,6 +79,13 @@ def hybrid(
     return PeerTime("hybrid_ep", got.api_us, t.rail_out, t.nvlink_rows)
 
 
+def links_us(op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16") -> float:
+    """What the links need for the hierarchy's rows, rail and NVLink at the same time: microseconds that no exchange of
+    NAMES beats."""
+    t, cost = routing.uniform(shape), RowCosts.of(cluster, shape, HYBRID_EP, op, dtype)
+    return max(max(t.rail_out, t.rail_in) * cost.nic, t.nvlink_rows * cost.nvlink)
+
+
 def compare(op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16", num_sms: int = 24) -> dict[str, PeerTime]:
     """All of NAMES."""
     return {

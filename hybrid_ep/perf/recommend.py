@@ -23,6 +23,7 @@ from hybrid_ep.perf.step_time import Job, compute_us, step
 _SMS = (4, 8, 16, 24, 32, 48, 64)
 _CHUNKS = (16, 32, 64, 128)
 _SMS_WITHIN, _CHUNK_WITHIN = 1.05, 1.02  # of the fastest
+_TUNED_TOKENS = 8192  # with more the fewest SMs are the same, and a prediction takes longer
 _MEMORY_SHARE = 0.7  # of HBM for weights, gradients, optimizer; activations and buffers take the rest
 _PP = (1, 2, 4, 8, 16, 32)
 _BATCHES = 8  # micro-batches a GPU and step, the same global batch for every plan
@@ -67,8 +68,12 @@ def tune(shape: Shape, cluster: Cluster, dispatch_dtype: str = "bf16", traffic: 
 
 
 def tuned(job: Job) -> Job:
-    """The job with the SMs that `tune` would take for its exchange."""
-    return replace(job, num_sms=tune(job.shape, job.cluster, job.dispatch_dtype).num_sms) if job.ep > 1 else job
+    """The job with the SMs that `tune` would take for its exchange, of 8,192 tokens where it has more: time grows with
+    tokens from there on, whatever the SMs, and so does what it takes to say so."""
+    if job.ep == 1:
+        return job
+    shape = replace(job.shape, tokens=min(job.tokens, _TUNED_TOKENS))
+    return replace(job, num_sms=_tune_sms(shape, job.cluster.name, job.dispatch_dtype, routing.uniform(shape)))
 
 
 @lru_cache(maxsize=512)

@@ -37,6 +37,19 @@ def test_hierarchy_gains_where_the_rail_is_scarce(ranks):
     assert got["hybrid_ep"].rail_rows < got["flat"].rail_rows
 
 
+@pytest.mark.parametrize("cluster, ranks", [(H100, 8), (H100, 32), (H100, 256), (NVL72, 64)])
+def test_no_exchange_beats_its_links(cluster, ranks):
+    shape = Shape(ranks, min(ranks, cluster.ranks_per_node), 4096, 7168, 8, 256)
+    for op in model.OPS:
+        least = peers.links_us(op, shape, cluster)
+        assert 0 < least < min(peer.us for peer in peers.compare(op, shape, cluster, num_sms=64).values())
+
+
+def test_sms_for_many_tokens_are_those_for_8192():
+    job = Job(QWEN, clusters.get("b200_8x400g"), 8, 8, tokens=16384)
+    assert recommend.tuned(job).num_sms == recommend.tune(job.shape, job.cluster).num_sms
+
+
 def test_dedup_saves_less_when_every_expert_is_on_another_node():
     def gain(ranks):
         got = peers.compare("dispatch", Shape(ranks, 8, 4096, 7168, 8, 256), H100)

@@ -1,0 +1,34 @@
+"""What the step model is asked about a GPU recipe's run."""
+
+from __future__ import annotations
+
+from hybrid_ep.cli import names
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import models, step_time
+
+from .cluster import ClusterRun
+
+_OVERLAP = 0.9  # of the exchange, behind the compute of another micro-batch: assumed, as for gradients
+
+
+def job_of(run: ClusterRun) -> step_time.Job:
+    """What the step model is asked. ValueError where it does not know model or cluster."""
+    return step_time.Job(
+        models.get(run.architecture.name),
+        clusters.get(run.hardware.name),
+        run.num_gpus,
+        run.expert,
+        run.pipeline,
+        run.virtual_pipeline,
+        run.tokens_per_rank,
+        run.seq_length,
+        run.num_microbatches,
+        dtype=run.precision,
+        dispatcher=names.modelled_dispatcher(run.dispatcher),
+        num_sms=run.num_sms,
+        layout=run.pipeline_layout,
+        tensor=run.tensor,
+        recompute=names.modelled_recompute(run.recompute),
+        overlap=_OVERLAP if run.overlap else 0.0,
+        cv_slow=step_time.CV_SLOW,
+    )
