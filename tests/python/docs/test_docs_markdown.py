@@ -112,7 +112,7 @@ def test_extras():
 def test_mutants():
     """The simulator's page lists all that one lane can show, and counts as the README does."""
     lists = dict(re.findall(r"(\w+)\[\] = \{([^}]+)\}", (ROOT / "tests" / "cpp" / "mutants.h").read_text()))
-    parts = ("kWorldBugs", "kSimBugs", "kLatencyBugs", "kLatencyRailBugs")
+    parts = ("kWorldBugs", "kSimBugs", "kLatencyBugs", "kLatencyRailBugs", "kCloneBugs")
     all_of_them = set(re.findall(r"Bug::(\w+)", "".join(lists[name] for name in parts)))
     hidden = set(re.findall(r"Bug::(\w+)", lists["kNeedMoreLanes"]))
     page, readme = (ROOT / "docs" / "simulator.md").read_text(), (ROOT / "README.md").read_text()
