@@ -42,9 +42,9 @@ MOST_ISSUED = {
     "n2n": {"token": 173},
     "deliver_g2s": {"row": 115, "looked_up_row": 122, "bare_row": 60},
     "deliver_s2g": {"row": 64, "permuted_row": 108},
-    "final_sum_g2s": {"row": 66, "destination": 52, "pair": 15, "token": 238},
+    "final_sum_g2s": {"row": 66, "destination": 64, "pair": 15, "token": 248},
     "node_sum_g2s": {"row": 69, "destination": 79, "pair": 15, "token": 240},
-    "unpermute_g2s": {"row": 93, "pair": 36, "partial": 226},
+    "unpermute_g2s": {"row": 93, "pair": 36, "partial": 230},
 }
 
 
@@ -147,8 +147,8 @@ def _ways_of_combine():
     added, listed, staged = steps((unpermute,))
     pair = at(READ, (unpermute, "add_pairs", "pairs + k"))
     return {
-        "final_sum_g2s": of_sums(("roles/pull.h", "token")),
-        "node_sum_g2s": of_sums(("roles/pull.h", "sum_chunk")),
+        "final_sum_g2s": of_sums(("roles/final_sum.h", "token")),
+        "node_sum_g2s": of_sums(("roles/node_sum.h", "sum_chunk")),
         "unpermute_g2s": {
             "row": Way(staged, (listed,)),
             "pair": Way(pair, (added,)),

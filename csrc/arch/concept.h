@@ -14,7 +14,8 @@
 //   ld_acquire_sys / st_release_sys / add_release_sys  system scope, between ranks that map each other
 //   st_release_sys_each / wait_ge_sys_each             the same for a group of flags, with one fence for all of it;
 //                                                      add_release_sys_each likewise
-//   st_release_sys_warp / wait_ge_sys_warp             the same by all lanes of a warp, which share the flags
+//   st_release_sys_warp / wait_ge_sys_warp             the same by all lanes of a warp, which share the flags;
+//                                                      acquire_ge_sys_warp likewise, without a fence
 //   add_acq_rel_rank                                   between blocks of one rank (gpu scope)
 //   add_acq_rel_sys                                    the same at system scope: the last speaks for all to other ranks
 //   take_rank, count_rank                              the same scope, and they order nothing
@@ -145,6 +146,14 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.st_release_sys_warp(int{}, mut_flags, uint64_t{}) };
   { a.wait_ge_sys_warp(int{}, flags, uint64_t{}, infos) } -> std::same_as<bool>;
   { a.wait_ge_sys_warp(int{}, flags, uint64_t{}, infos, mut_flags) } -> std::same_as<bool>;
+  // The same for a wait in a loop: every lane acquires what it looks at, in place of a fence, which waits for stores
+  // that are on their way. A flag that is null is none; infos is asked of a flag behind it.
+  // Where a lane has left in it, the others do.
+  { a.acquire_ge_sys_warp(int{}, flags, uint64_t{}, infos) };
+  // Whether roles are to look so where one lane might as well; the same for all of a kernel. May: known when it is
+  // compiled.
+  { A::kMayLookTogether } -> std::convertible_to<bool>;
+  { a.looks_together() } -> std::same_as<bool>;
   { a.clock_ns() } -> std::same_as<uint64_t>;  // of waits that are counted by hand; 0 for ever on a machine without
 
   // Counters of one rank. What returns the old value costs the lane a round trip to memory; count_rank does not.

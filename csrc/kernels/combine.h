@@ -6,9 +6,10 @@
 #pragma once
 #include "common/bugs.h"
 #include "roles/enter.h"
+#include "roles/final_sum.h"
 #include "roles/leave.h"
+#include "roles/node_sum.h"
 #include "roles/pack_weights.h"
-#include "roles/pull.h"
 #include "roles/reduce.h"
 #include "roles/unpermute.h"
 
@@ -149,8 +150,8 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   p.rail_tally_at = words(peers);
   p.source_begins_at = p.rail_tally_at + rail_tally_bytes(peers);
   p.node_rows_at[0] = p.source_begins_at + GroupWalk<A>::bytes(uint64_t(p.world.num_ranks()));
-  p.node_rows_at[1] = p.node_rows_at[0] + NodeRows<A>::bytes(p);
-  p.sum_rows_at[0] = p.node_rows_at[1] + NodeRows<A>::bytes(p);
+  p.node_rows_at[1] = p.node_rows_at[0] + RankRows<A>::bytes(p);
+  p.sum_rows_at[0] = p.node_rows_at[1] + RankRows<A>::bytes(p);
   p.sum_rows_at[1] = p.sum_rows_at[0] + SumFeed<A>::rows_bytes(p);
   using Sum = SliceSum<A, kReduceWarps<A>>;
   const uint32_t weight_share = 4 * Sum::share_of(floats < p.tile_elems ? floats : p.tile_elems);

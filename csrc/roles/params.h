@@ -93,7 +93,7 @@ struct CombineParams : SumParams {
   uint64_t credit_cursors_at;      // [num_peers] words, see ChunkSweep
   uint64_t rail_tally_at;          // [num_peers], see RailTally
   uint64_t source_begins_at;       // see GroupWalk
-  uint64_t node_rows_at[2];        // of each feed, see NodeRows
+  uint64_t node_rows_at[2];        // of each feed, see RankRows
   FifoLayout records[2];           // likewise, see RecordWindow
   uint64_t group_barriers_at;      // of both feeds, see GroupRecords
   uint64_t sum_rows_at[2];         // rows of a sum of each feed, see SumFeed

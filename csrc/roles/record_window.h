@@ -26,6 +26,9 @@ class RecordWindow {
     left = number;
     fresh = true;
   }
+  // What was opened, before the first call of at(): where its records lie, and how many.
+  HEP_DEVICE const unsigned char* next() const { return list; }
+  HEP_DEVICE uint32_t to_come() const { return left; }
   // The j-th record, until the next call. Every one is asked for, in its turn: then nothing is on its way in the end.
   HEP_DEVICE const unsigned char* at(uint32_t j) {
     if constexpr (kInPlace) return list + uint64_t(j) * record_bytes;

@@ -102,6 +102,7 @@ void WorldSpec::validate() const {
   need(reading <= 2, "reading", reading, "give 0 (no row in place), 1 (in place) or 2 (ranks differ)");
   need(latency <= 2, "latency", latency, "give 0 (never), 1 (some operations) or 2 (all)");
   need(latency_warps >= 1 && latency_warps <= 16, "latency_warps", latency_warps, "give 1 to 16");
+  need(looks <= 1, "looks", looks, "give 0 (one lane) or 1 (all of a warp)");
   need(permute_blocks <= 256, "permute_blocks", permute_blocks, "give 0 (none of their own) to 256");
   need(unpermute_blocks <= 256, "unpermute_blocks", unpermute_blocks, "give 0 (none of their own) to 256");
   need(plans >= 1, "plans", plans, "give at least 1");
@@ -154,6 +155,7 @@ WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
   config.seed = s.seed;
   config.strategy = StrategyKind(s.strategy);
   config.timed = options.timed;
+  config.looks_together = s.looks;
   config.costs = options.costs;
   config.log = options.log;
   config.trace = options.trace;
@@ -255,6 +257,7 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   s.latency = std::initializer_list<uint32_t>{0, 1, 1, 2}.begin()[by_lines.below(4)];
   s.latency_warps = 1 + uint32_t(by_lines.below(3));
   if (s.num_nodes > 1 && s.latency && by_lines.below(2)) s.latency = 0;  // rings are the harder of the two
+  s.looks = !host::Rng(mix(seed, 105)).one_in(3);
   host::Rng clones(mix(seed, 104));
   if (clones.one_in(3)) {
     s.spare_slots = 1 + uint32_t(clones.below(2));

@@ -37,6 +37,7 @@ struct WorldSpec {
   // 0: nothing goes by the latency path, 1: some operations, as the seed of the data has it, 2: all; and warps of its
   // blocks.
   uint32_t latency = 0, latency_warps = 2;
+  uint32_t looks = 1;  // lanes of a warp look at flags together where a kernel of sm_100 does; 0: as on sm_90a
   uint32_t smem_bytes = 24 * 1024;
   uint32_t plans = 1, rounds = 1;  // rounds: dispatch and combine of every plan
   uint32_t exchange_first = 0;     // all plans up front, one exchange right after the other
@@ -66,6 +67,7 @@ struct WorldSpec {
     f("chunk_tokens", s.chunk_tokens), f("rail_slots", s.rail_slots), f("num_blocks", s.num_blocks);
     f("permute_blocks", s.permute_blocks), f("unpermute_blocks", s.unpermute_blocks), f("landing", s.landing);
     f("reading", s.reading), f("latency", s.latency), f("latency_warps", s.latency_warps);
+    f("looks", s.looks);
     f("smem_bytes", s.smem_bytes), f("plans", s.plans), f("rounds", s.rounds);
     f("exchange_first", s.exchange_first), f("combine", s.combine), f("unlike", s.unlike);
     f("counter_base", s.counter_base), f("seed", s.seed), f("data_seed", s.data_seed), f("strategy", s.strategy);

@@ -25,8 +25,8 @@ REDUCTIONS = (
     ("uneven", (0,)), ("drop_one_in", (0,)), ("routing", (0,)), ("dense", (0,)), ("pad_multiple", (1,)),
     ("scale_bytes", (0,)), ("row_bytes", (0,)), ("hidden", (8, 16)), ("dtype", (0,)), ("multiply", (0,)),
     ("fp32_partials", (0,)), ("weights", (0,)), ("permute", (1,)), ("chunk_tokens", (1, 2, 4)), ("rail_slots", (1, 2)),
-    ("exchange_first", (0,)), ("unlike", (0,)), ("landing", (0,)), ("reading", (0,)), ("counter_base", (0,)),
-    ("smem_bytes", (24 * 1024,)), ("strategy", (0,)),
+    ("exchange_first", (0,)), ("unlike", (0,)), ("landing", (0,)), ("reading", (0,)), ("looks", (0,)),
+    ("counter_base", (0,)), ("smem_bytes", (24 * 1024,)), ("strategy", (0,)),
 )  # fmt: skip
 SEEDS_PER_WORLD = 12  # a smaller world may need another interleaving to fail
 

@@ -182,6 +182,7 @@ def _spec(
             "partials; leave in_place out"
         )
     return world.spec_of(
+        looks=shape.nodes == 1 and cluster.gpu.generation == "blackwell",  # sm_90a's and NVSHMEM's kernels do not
         num_nodes=shape.nodes,
         num_local_ranks=shape.ranks_per_node,
         experts_per_rank=shape.local_experts,

@@ -156,6 +156,16 @@ class HostArch {
     }
     return warp_whole();
   }
+  static constexpr bool kMayLookTogether = true;
+  bool looks_together() const { return true; }
+  template <class Flag, class Info>
+  void acquire_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info) {
+    warp_sync();
+    for (int i = lane(); i < n; i += kLanes)
+      if (const uint64_t* const word = flag(i)) wait_ge_sys(word, value, info(i));
+    if (!warp_whole())
+      for (;;) poll_idle(info(0), value, 0);  // ends as the lane's wait did that has left
+  }
   uint64_t clock_ns() { return uint64_t(now_ns()); }
 
   // The flag behind the words, when all lanes of the line have stored theirs.

@@ -30,6 +30,7 @@ struct MachineConfig {
   uint64_t seed = 0;
   StrategyKind strategy = StrategyKind::kRandom;
   bool timed = false;
+  bool looks_together = true;  // see Arch
   CostModel costs;
   Fault fault;
   Ps timeout_ps = 100'000'000'000'000;  // of every wait in a world with a fault; 0 = none, it deadlocks

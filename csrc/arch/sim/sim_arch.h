@@ -3,6 +3,7 @@
 #pragma once
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "arch/concept.h"
 #include "arch/sim/machine.h"
@@ -144,6 +145,16 @@ class SimArch {
     for (int i = 0; i < n; ++i) m_->wait_word(here(at), flag(i), value, info(i), i % kWarpLanes ? 0 : costs.poll_ps);
     if (m_->timed()) m_->spend(*me_, costs.fence_ps);
     return true;
+  }
+  static constexpr bool kMayLookTogether = true;
+  bool looks_together() const { return m_->config().looks_together; }
+  template <class Flag, class Info>
+  void acquire_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
+    for (int first = 0; first < n; first += kWarpLanes) {  // which look at once, at what memory says that they are to
+      Ps look = 2 * m_->config().costs.poll_ps;
+      for (int i = first; i < n && i < first + kWarpLanes; ++i)
+        if (const uint64_t* const word = flag(i)) m_->wait_word(here(at), word, value, info(i), std::exchange(look, 0));
+    }
   }
   // A line that is stored lands when it may.
   void st_line(Line* dst, const uint64_t* words, uint64_t flag, Where at = Where::current()) {

@@ -205,6 +205,30 @@ class CudaArch {
     return whole;
   }
 
+  // A combine on sm_90a has no registers left for it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+  static constexpr bool kMayLookTogether = false;
+#else
+  static constexpr bool kMayLookTogether = true;
+#endif
+  HEP_DEVICE bool looks_together() const { return kMayLookTogether; }
+  template <class Flag, class Info>
+  HEP_DEVICE void acquire_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info) {
+    __syncwarp();
+    HEP_NO_UNROLL
+    for (int i = lane(); i < n; i += kLanes)
+      if (const uint64_t* const word = flag(i)) {
+        uint64_t since = 0;
+        for (uint64_t seen; (seen = ptx::ld_acquire_sys(word)) < value;) look_up(since, info(i), value, seen);
+      }
+    if (ptx::lanes_here() != ~0u) {
+      death::leave();
+      __builtin_unreachable();
+    }
+    ptx::fence_proxy_async_global();
+    __syncwarp();  // what a lane acquired is the warp's
+  }
+
   // Eight lanes store a line by one instruction of their warp, in one transaction of 128 bytes, which NVLink keeps
   // together (docs/latency.md): they come together first, for lanes that have gone apart would store it in parts. A
   // lane that has left has no vote, so that nothing comes for its warp.
