@@ -147,7 +147,7 @@ def test_who_waits_for_whom_is_told_of_every_step(runs):
     for line in metrics(folder)[1:]:
         waited = line["rank_waited"]
         assert [len(row) for row in waited] == [4] * 4 and all(waited[rank][rank] == 0 for rank in range(4))
-        assert all(0 <= sum(row) < 2 * line["step_s"] for row in waited), "ranks enter a step at different times"
+        assert all(0 <= max(row) < 2 * line["step_s"] for row in waited), "ranks enter a step at different times"
     assert sum(s for line in metrics(folder)[1:] for row in line["rank_waited"] for s in row) > 0
     assert (folder / "waits.png").is_file()
     if have_latent_attention():
