@@ -34,7 +34,7 @@ from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED
 from hybrid_ep.runtime.names import Named
 from hybrid_ep.runtime.plan import Routed
 from hybrid_ep.runtime.routing import Given
-from hybrid_ep.runtime.session import Guard, Session
+from hybrid_ep.runtime.session import Session
 from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted
 
 
@@ -487,5 +487,5 @@ class HybridEPBuffer(PlansClones, Meters, Named):
             raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never set up")
         return self._session
 
-    def _busy(self) -> Guard:
-        return (self._session or self._open_session()).guard()  # which checks that it is open
+    def _busy(self) -> Session:
+        return self._session or self._open_session()  # whose `with` checks that it is open

@@ -17,7 +17,7 @@ from hybrid_ep.runtime.clones import ClonedRouting, ClonePlan, PlannerOptions
 if TYPE_CHECKING:
     from hybrid_ep.config import HybridEpConfigInstance
     from hybrid_ep.runtime.clones import ExpertOwners
-    from hybrid_ep.runtime.session import Guard
+    from hybrid_ep.runtime.session import Session
 
 __all__ = ["ClonePlan", "ClonedRouting", "PlannerOptions", "PlansClones"]
 
@@ -28,7 +28,7 @@ class PlansClones:
     config: HybridEpConfigInstance
     comm_stream: Any
 
-    def _busy(self) -> Guard:
+    def _busy(self) -> Session:
         raise NotImplementedError
 
     @streams.on_comm_stream

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -149,6 +151,18 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def end_groups_first() -> None:
+    """In a rank, before it joins process groups: what is left of them ends before the interpreter does.
+
+    A thread of gloo's may still hold the last reference to a tensor of a collective that has returned, and takes the
+    GIL to drop it. Once the interpreter finalizes, CPython ends a thread that asks for the GIL, in the middle of
+    torch's C++, and that aborts a process which had done all its work. A group that nobody refers to has no threads."""
+    import torch.distributed.nn.functional  # noqa: F401 - imported later, its default arguments are this job's group
+
+    atexit.unregister(gc.collect)
+    atexit.register(gc.collect)
 
 
 def _main(main: Callable[..., None], job: LocalRank, arguments: tuple[Any, ...], parent: int | None) -> None:

@@ -221,7 +221,7 @@ class SpareSlots:
     @contextlib.contextmanager
     def _entered(self) -> Iterator[Session]:
         """The session, guarded; its errors name ranks as the group does."""
-        with self._open().guard() as session:
+        with self._open() as session:
             try:
                 yield session
             except DeadlineError as error:

@@ -15,10 +15,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybrid_ep import local_ranks
 
@@ -166,5 +166,14 @@ def main(argv: Sequence[str]) -> int:
         os._exit(EXIT_FAILED)
 
 
+def _leave(code: int) -> NoReturn:
+    """Without the interpreter's own end: Megatron's modules refer to its groups until then, and a thread of gloo's that
+    drops a tensor there aborts the process (hybrid_ep.local_ranks.end_groups_first)."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _leave(main(sys.argv[1:]))

@@ -89,31 +89,15 @@ def _raised_here(error: BaseException) -> bool:
     return at is not None and at.tb_frame.f_globals.get("__name__", "").split(".")[0] == "hybrid_ep"
 
 
-class Guard:
-    """Session.guard(): a class, for a generator costs a call more than all that is done here."""
-
-    __slots__ = ("_began", "_session")
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._began: Any = None
-
-    def __enter__(self) -> Session:
-        session = self._session
-        self._began = session.enter()  # raises where another thread is inside
-        return session
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        self._session.leave(self._began, error)
-
-
 class Session(Metered):
-    """Not thread-safe, and says so: enter guard() around every operation."""
+    """Not thread-safe, and says so: `with session:` goes around every operation. In no cycle of references, so that a
+    buffer that is dropped lets go of its process group at once, not when the garbage collector comes."""
 
     def __init__(self, meet: Rendezvous, topology: Topology, options: Options):
         super().__init__()
         self.topology, self.meet, self.options = topology, meet, options
-        self._lock, self._pid, self._guard = threading.Lock(), os.getpid(), Guard(self)
+        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._began: Any = None
         self.why_closed: str | None = None
         self._generation = 0
         # Whether kernels run beside the host, as on a GPU: then it waits for whatever it looks at, a choice of topk_idx
@@ -146,10 +130,14 @@ class Session(Metered):
         self._open({**first, "arena_bytes": self._arena_bytes(first)})
 
     # ---- life
-    def guard(self) -> Guard:
-        """Around every operation: in the process that made the buffer, one thread at a time, none after a failure; its
-        tensors lie on the buffer's device."""
-        return self._guard
+    # `with session:` around every operation: in the process that made the buffer, one thread at a time, none after a
+    # failure; its tensors lie on the buffer's device.
+    def __enter__(self) -> Session:
+        self._began = self.enter()  # raises where another thread is inside
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        self.leave(self._began, error)
 
     def enter(self) -> Any:
         """What began, for leave()."""
@@ -355,7 +343,7 @@ class Session(Metered):
             )
 
     def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance, asked: placing.Asked) -> Plan:
-        """Exchanges the counts and places every row. Collective. Inside guard()."""
+        """Exchanges the counts and places every row. Collective. Inside `with session`."""
         make = placing.static_plan if call.non_blocking and self.runs_beside else placing.blocking_plan
         return make(self, routing, call, template, asked)
 

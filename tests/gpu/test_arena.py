@@ -186,7 +186,7 @@ def test_a_block_is_not_written_again_while_another_stream_reads_it():
     def read(rank: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """The launch alone: where torch's operations wait for their stream, a view of the result would."""
         session = others.raw[rank]._session
-        with torch.cuda.stream(others.streams[rank]), session.guard():
+        with torch.cuda.stream(others.streams[rank]), session:
             plan = validation.handle(handles[rank], DISPATCHED, session.topology)
             launch = session.launch("dispatch", (1, 0))
             session.engine.dispatch(

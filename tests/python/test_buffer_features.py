@@ -375,7 +375,7 @@ def test_two_threads_at_once_are_refused():
 
     thread = threading.Thread(target=second)
     thread.start()
-    with buffers[0]._session.guard():
+    with buffers[0]._session:
         inside.set()
         thread.join()
     assert len(errors) == 1 and "another thread" in str(errors[0])

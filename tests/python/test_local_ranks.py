@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 from hybrid_ep.local_ranks import Ended, LocalRanks, variables
+from hybrid_ep.testing import VirtualWorld
 
 
 def started(main, num_ranks=2, duplex=False):
@@ -140,3 +144,51 @@ def test_the_variables_of_torchrun(rank, num_ranks):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1234",
     }
+
+
+RANK = """
+import atexit, sys
+from pathlib import Path
+from hybrid_ep.cli import main
+
+def threads():
+    print("threads", *[comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")], flush=True)
+
+atexit.register(threads)  # the last to be called: the others are registered later
+sys.exit(main(sys.argv[1:]))
+"""
+BENCH = "bench --ranks 1 --tokens 8 --hidden 64 --experts 4 --topk 2 -n 1 -w 1 --impl hybrid_ep"
+
+
+@pytest.mark.parametrize("peer", ["", ",megatron-alltoall"])
+def test_a_rank_has_no_thread_of_a_process_group_when_the_interpreter_ends(peer):
+    """Which may hold a tensor, and would abort the process when it drops it then."""
+    if peer and importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | variables(0, 1, 0)
+    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", RANK, *(BENCH + peer).split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("threads ") and "gloo" not in last and "tcpstore" not in last
+
+
+def test_a_dropped_buffer_lets_go_of_its_group_without_the_garbage_collector():
+    (buffer,) = VirtualWorld(1, 1).buffers(64, 8, 2, timeout_s=20)
+    session, view = weakref.ref(buffer._session), weakref.ref(buffer._session.meet.view)
+    gc.disable()
+    try:
+        del buffer
+        assert session() is None and view() is None
+    finally:
+        gc.enable()
+
+
+def test_a_rank_of_a_recipe_leaves_without_the_interpreters_end(tmp_path):
+    program = "import atexit, sys\natexit.register(print, 'ended')\nfrom recipes import rank\nprint('here', end='')\n"
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", program + "rank._leave(3)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "here", "")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hybrid_ep import local_ranks
 from hybrid_ep.cli import launch
 
 Samples = dict[tuple[str, str], list[float]]  # (op, implementation) -> seconds, one an iteration
@@ -64,6 +65,7 @@ def joined(backend: str, timeout_s: float) -> Iterator[World]:
         device = torch.device("cuda", launch.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     on_cpu, deadline = device.type == "cpu", datetime.timedelta(seconds=timeout_s)
+    local_ranks.end_groups_first()
     dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", timeout=deadline)
     try:
         group = distributed_c10d._get_default_group()
