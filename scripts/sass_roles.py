@@ -42,7 +42,7 @@ MOST_ISSUED = {
     "n2n": {"token": 173},
     "deliver_g2s": {"row": 115, "looked_up_row": 122, "bare_row": 60},
     "deliver_s2g": {"row": 64, "permuted_row": 108},
-    "final_sum_g2s": {"row": 66, "destination": 64, "pair": 15, "token": 248},
+    "final_sum_g2s": {"row": 66, "destination": 48, "pair": 15, "token": 236},
     "node_sum_g2s": {"row": 69, "destination": 79, "pair": 15, "token": 240},
     "unpermute_g2s": {"row": 93, "pair": 36, "partial": 230},
 }

@@ -76,6 +76,7 @@
   BUG(kLeftWhileRowsAreRead, "a rank hands the memory of its outputs out again while peers may still read them there") \
   BUG(kDuplicateForgotten, "the last of a token's duplicates is not copied") \
   BUG(kPartialsUnawaited, "sums do not wait for the partial rows that they read") \
+  BUG(kLookLeavesOneOut, "of tokens whose partial rows are looked at together the last is left out") \
   BUG(kPartialsBeforeStores, "partial rows are told before their stores are complete") \
   BUG(kPartialsBeforeAllWarps, "partial rows are told before all warps' stores are complete") \
   BUG(kPartialsToOneReader, "of a group of partial rows only the first source's reader is told") \

@@ -43,7 +43,7 @@ struct PartialFlags {
         },
         epoch);
   }
-  // By a reader: of one group, or, by all lanes of a warp, of many at once.
+  // By the lane that reads rows of the group. Many groups at once: roles/partial_looks.h.
   template <class A>
   HEP_DEVICE void await(A& a, Part part, uint32_t owner, uint32_t group, uint64_t epoch) const {
     if (injected(Bug::kPartialsUnawaited)) return;

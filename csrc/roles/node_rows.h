@@ -9,7 +9,7 @@
 namespace hep {
 
 // kTogether: all lanes of the feed's warp are here, of which one sums. kMayLook: they may look at flags together,
-// by looks(), in place of that one row by row, wherever partials are formed of all rows.
+// by looks(), in place of that one row by row.
 template <Arch A, bool kTogether, bool kMayLook = false>
 struct NodeRows {
   A& a;
@@ -87,7 +87,7 @@ struct NodeRows {
           return add_part(feed, of_rank, dst.local_rank, said, n, weights);
     }
     // Also for a row that its rank, which goes by another handle, does not have: it never tells of this group.
-    if (!look_together() || said.from != SumFrom::kPartials) await(PartialFlags::kPayload, dst.local_rank, group);
+    await(PartialFlags::kPayload, dst.local_rank, group);
     feed.add({partial, weights});
   }
   HEP_DEVICE void add_part(SumFeed<A>& feed, Pairs& pairs, uint32_t owner, const RowsOfRank& said, uint32_t n,
@@ -119,6 +119,7 @@ struct NodeRows {
   }
   HEP_DEVICE void await(PartialFlags::Part part, uint32_t owner, uint32_t group) {
     constexpr uint32_t kNever = RankRows<A>::kNever;
+    if (look_together() && ranks.looked_at(part, owner)) return;
     uint32_t* const groups = ranks.groups(part);
     const uint32_t last = a.ld_shared(groups + owner);
     if (last == group + 1) return;

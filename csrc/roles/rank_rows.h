@@ -54,6 +54,12 @@ struct RankRows {
   HEP_DEVICE uint32_t* groups(PartialFlags::Part part) const {
     return seen + uint32_t(part) * uint32_t(p.world.num_local_ranks);
   }
+  // Whether lanes look at this rank's flags together (roles/partial_looks.h). Its weights: unless it will never tell of
+  // them. Its payload: if it forms a partial of every row; where rows are read in place, few have one.
+  HEP_DEVICE bool looked_at(PartialFlags::Part part, uint32_t l) const {
+    if (part == PartialFlags::kWeights) return !(a.ld_shared(groups(part) + l) & kNever);
+    return said_by(l).from == SumFrom::kPartials;
+  }
   HEP_DEVICE RowsOfRank said_by(uint32_t l) const {
     Words words;
     for (uint32_t i = 0; i < kWords; ++i) words.v[i] = a.ld_shared(ranks + l * kWords + i);

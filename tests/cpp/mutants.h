@@ -64,6 +64,7 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kLeftWhileRowsAreRead,
     Bug::kDuplicateForgotten,
     Bug::kPartialsUnawaited,
+    Bug::kLookLeavesOneOut,
     Bug::kPartialsBeforeStores,
     Bug::kPartialsBeforeAllWarps,
     Bug::kPartialsToOneReader,
