@@ -15,7 +15,7 @@ from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import events
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-NAMES = ("2026-11-25-link-shares", "2026-11-26-link-shares", "2026-11-26-short-chunks")
+NAMES = ("2026-11-25-link-shares", "2026-11-26-link-shares", "2026-11-26-short-chunks", "2026-11-27-looks")
 PAGES = [DOCS / "results" / f"{name}.md" for name in NAMES]
 PAGE = PAGES[-1]
 FOUND = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
