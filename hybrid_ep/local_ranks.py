@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -161,8 +162,15 @@ def end_groups_first() -> None:
     torch's C++, and that aborts a process which had done all its work. A group that nobody refers to has no threads."""
     import torch.distributed.nn.functional  # noqa: F401 - imported later, its default arguments are this job's group
 
-    atexit.unregister(gc.collect)
-    atexit.register(gc.collect)
+    atexit.unregister(_drop_garbage)
+    atexit.register(_drop_garbage)
+
+
+def _drop_garbage() -> None:
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # whose frames hold groups, too
+        if hasattr(sys, name):
+            delattr(sys, name)
+    gc.collect()
 
 
 def _main(main: Callable[..., None], job: LocalRank, arguments: tuple[Any, ...], parent: int | None) -> None:

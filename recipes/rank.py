@@ -9,10 +9,13 @@ stopped by SIGTERM.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -58,6 +61,14 @@ def meet(rank: int, num_ranks: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
+def part(store: Any, key: str, rank: int, num_ranks: int) -> None:
+    """Ranks that leave without a collective: rank 0, which may serve the store, goes when the others have read it. They
+    may start late, as all may of a job; a DistStoreError after the store's timeout where one never comes."""
+    store.set(f"{key}/{rank}", "")
+    if rank == 0:
+        store.wait([f"{key}/{other}" for other in range(num_ranks)])
+
+
 def check_one_machine(store: Any, key: str, rank: int) -> None:
     """ValueError on a rank that shares no memory and no loopback with rank 0, as ranks on CPUs must."""
     from hybrid_ep.runtime import devices
@@ -96,14 +107,15 @@ def run(folder: RunFolder, asked: list[int]) -> int:
             folder.rewind_metrics(step) if step else folder.metrics_path.unlink(missing_ok=True)
             store.set(decided, str(step))
         step = int(store.get(decided))
-        if rank:
-            corpus = text_data.build_corpus(config.data)
         if step >= config.schedule.train_steps:
+            part(store, f"{decided}/read", rank, num_ranks)
             if rank == 0:
                 print(f"{folder.path}: its {step} steps are done", flush=True)
                 if folder.verdict_path.is_file():  # it stays, for whoever started this asks it for the exit code
                     print(folder.verdict_path.read_text(), end="", flush=True)
             return 0
+        if rank:
+            corpus = text_data.build_corpus(config.data)
         if rank == 0:
             folder.verdict_path.unlink(missing_ok=True)
             how = f"resuming after step {step}" if step else "starting"
@@ -167,11 +179,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """Without the interpreter's own end: Megatron's modules refer to its groups until then, and a thread of gloo's that
-    drops a tensor there aborts the process (hybrid_ep.local_ranks.end_groups_first)."""
+    """As the interpreter ends, but for its destructors: Megatron's modules refer to its groups until then, and a thread
+    of gloo's that drops a tensor there aborts the process (hybrid_ep.local_ranks.end_groups_first)."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
-            stream.flush()
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError as error:
+            code = code or EXIT_FAILED
+            with suppress(OSError):
+                os.write(2, f"what this rank printed last is lost: {error}\n".encode())
+    ctypes.CDLL(None).fflush(None)  # what C++ has printed
     os._exit(code)
 
 

@@ -157,6 +157,7 @@ def threads():
 atexit.register(threads)  # the last to be called: the others are registered later
 sys.exit(main(sys.argv[1:]))
 """
+FAILS = RANK.replace("sys.exit(", "from hybrid_ep.cli.bench.world import World\nWorld.gather = None\nsys.exit(")
 BENCH = "bench --ranks 1 --tokens 8 --hidden 64 --experts 4 --topk 2 -n 1 -w 1 --impl hybrid_ep"
 
 
@@ -175,6 +176,18 @@ def test_a_rank_has_no_thread_of_a_process_group_when_the_interpreter_ends(peer)
     assert last.startswith("threads ") and "gloo" not in last and "tcpstore" not in last
 
 
+def test_nor_has_one_that_ends_in_an_exception():
+    """Which the interpreter keeps, with the frames it came through."""
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | variables(0, 1, 0)
+    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", FAILS, *BENCH.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 1 and "'NoneType' object is not callable" in done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("threads ") and "gloo" not in last and "tcpstore" not in last
+
+
 def test_a_dropped_buffer_lets_go_of_its_group_without_the_garbage_collector():
     (buffer,) = VirtualWorld(1, 1).buffers(64, 8, 2, timeout_s=20)
     session, view = weakref.ref(buffer._session), weakref.ref(buffer._session.meet.view)
@@ -184,11 +197,3 @@ def test_a_dropped_buffer_lets_go_of_its_group_without_the_garbage_collector():
         assert session() is None and view() is None
     finally:
         gc.enable()
-
-
-def test_a_rank_of_a_recipe_leaves_without_the_interpreters_end(tmp_path):
-    program = "import atexit, sys\natexit.register(print, 'ended')\nfrom recipes import rank\nprint('here', end='')\n"
-    root = str(Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-c", program + "rank._leave(3)"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "here", "")

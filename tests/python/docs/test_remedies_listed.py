@@ -56,7 +56,7 @@ DONE = {
     r"RuntimeError: no expert was moved": MEGATRON
     + "test_balance_slow.py::test_a_move_that_one_rank_cannot_prepare_happens_nowhere",
     r"RankFailed: ": MEGATRON + "test_pretrain_run.py::test_a_killed_rank_ends_the_run",
-    r"SIGABRT: terminate called": "test_local_ranks.py::test_a_rank_of_a_recipe_leaves_without_the_interpreters_end",
+    r"SIGABRT: terminate called": "recipes/test_recipes_rank.py::test_a_rank_leaves_with_all_that_was_said_and_begun",
     r"Slurm log: pre-flight": "../slurm/test_slurm.py::test_gpus_are_granted_and_a_failing_pre_flight_starts_no_rank",
     r"Slurm log: 3 starts": "recipes/test_recipes_cluster.py::test_a_job_that_gets_no_further_gives_up",
     r"verdict.py: make pretrain": MEGATRON + "test_pretrain_run.py::test_resuming_gives_the_same_run_bit_for_bit",
