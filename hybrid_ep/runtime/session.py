@@ -219,6 +219,12 @@ class Session(Metered):
         if first and hasattr(self._segments, "close"):
             self._segments.close(together)
 
+    def __del__(self) -> None:
+        try:  # also runs on a half-built object, and at interpreter shutdown when module globals are gone
+            self.close()
+        except Exception:
+            pass
+
     # ---- memory
     def fit(self, **needs: int) -> None:
         """Grows the registered memory where a need exceeds it. Collective exactly when something must grow;

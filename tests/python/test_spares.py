@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from unittest import mock
 
 import numpy as np
@@ -208,8 +209,8 @@ def test_wait_keeps_the_plan_for_the_stream_it_is_called_on(monkeypatch, device,
     """Else the allocator could give its memory away behind push's stream, before this one has read it."""
     plan, session = mock.Mock(), mock.MagicMock(why_closed="", capturing=capturing)
     session.options.device = torch.device(device)
-    session.guard.return_value.__enter__.return_value = session
-    session.guard.return_value.__exit__.return_value = False
+    session.__enter__.return_value = session
+    session.__exit__.return_value = False
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     slots = SpareSlots.__new__(SpareSlots)
     slots._session, slots._node, slots._pushed = session, None, (plan, plan)
@@ -231,6 +232,20 @@ def test_slots_outlive_their_object_and_are_counted():
         return float(kept.sum())
 
     assert VirtualWorld(1, 2).run(work) == [3.0 * 2 * 160] * 2
+
+
+def test_a_forked_child_that_drops_slots_leaves_their_engine_alone():
+    """A destructor there would give back what is the parent's, on a GPU with calls that a child must not make."""
+    slots = VirtualWorld(1, 1).run(lambda _, group: make(group, 1, 2))[0]
+    engine = slots._session.engine
+    child = os.fork()
+    if child == 0:
+        held = sys.getrefcount(engine)
+        del slots.weights, slots.gradients
+        slots = None
+        os._exit(held - sys.getrefcount(engine))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    slots.destroy()
 
 
 def test_bad_arguments_are_refused_by_name():
