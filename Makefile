@@ -2,7 +2,7 @@
 # when nothing changed; the logic is in scripts/.
 
 # The Python that runs scripts/setup_env.py, which then chooses the one to build on.
-BOOT := $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+BOOT := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 7))' >/dev/null 2>&1 && echo $$p && break; done)
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -22,7 +22,7 @@ help:  ## print this list
 
 setup:
 ifeq ($(BOOT),)
-	@echo "hybrid_ep needs Python 3.10 to 3.13 on PATH (Debian/Ubuntu: apt-get install python3 python3-dev python3-venv)." >&2; exit 1
+	@echo "hybrid_ep needs Python 3.10 to 3.14 on PATH (Debian/Ubuntu: apt-get install python3 python3-dev python3-venv)." >&2; exit 1
 endif
 	@$(BOOT) scripts/setup_env.py --venv $(VENV)
 

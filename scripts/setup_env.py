@@ -3,7 +3,7 @@ dependencies, the compiled core. Does nothing when nothing changed.
 
 Steps, each remembered by a hash of what it was made from, so that a second call starts at once. Where dependencies are
 to be installed, the disk is looked at before the first:
-  1. choose a Python (3.10 to 3.13, newest first; from 3.12 on the newer megatron-core releases exist);
+  1. choose a Python (3.10 to 3.14; from 3.12 on the newer megatron-core releases exist);
   2. create the environment: venv, else uv, else virtualenv;
   3. build the core, after a look at the compiler: one that is missing is reported in seconds;
   4. meanwhile install the dependencies, by uv when it is on PATH, else by pip, then the package in editable mode.
@@ -26,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSIONS = ("3.13", "3.12", "3.11", "3.10")
+# Best first: megatron.training 0.19 does not start on 3.14, where argparse refuses some of its flags.
+VERSIONS = ("3.13", "3.12", "3.14", "3.11", "3.10")
 BUILD_REQUIREMENTS = (
     "scikit-build-core>=1.1,<2",
     "pip>=23.1",
@@ -144,7 +145,7 @@ def complaint(probed):
 
 
 def choose_python(wanted=""):
-    """Facts of the newest usable Python; of the wanted one if a version or a path is given."""
+    """Facts of the best usable Python; of the wanted one if a version or a path is given."""
     is_path = bool(wanted) and wanted not in VERSIONS
     paths = [wanted] if is_path else [path for path in candidate_paths() if path]
     known = {}
@@ -161,7 +162,7 @@ def choose_python(wanted=""):
     if suitable:
         raise SetupError(complaint(suitable[0]) + ".")
     found = ", ".join(sorted({f["full"] for f in known.values()})) or "none"
-    range_text = f"Python {wanted}" if wanted else "a CPython 3.10 to 3.13 (64 bit, 3.12 or newer preferred)"
+    range_text = f"Python {wanted}" if wanted else "a CPython 3.10 to 3.14 (64 bit, 3.12 or newer preferred)"
     raise SetupError(
         f"needs {range_text} and found: {found}. Install one (Debian/Ubuntu: apt-get install "
         "python3 python3-dev python3-venv; pyenv install 3.12; uv python install 3.12) or name "
@@ -376,7 +377,7 @@ def main():
     parser.add_argument(
         "--python",
         default=os.environ.get("HYBRID_EP_PYTHON", ""),
-        help="version (3.12) or path of the Python to use [the newest usable]",
+        help="version (3.12) or path of the Python to use [the best usable]",
     )
     parser.add_argument("--extras", default=DEFAULT_EXTRAS, help="extras of pyproject.toml [%(default)s]")
     parser.add_argument(

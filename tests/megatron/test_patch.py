@@ -109,6 +109,7 @@ def test_launcher_usage():
 
 
 @pytest.mark.skipif(MEGATRON_MINOR < 17, reason="the megatron-core 0.16 wheel has no megatron.training")
+@pytest.mark.usefixtures("megatron_flags")
 def test_launcher_runs_a_script_that_parses_like_pretrain_gpt():
     flags = ["--hybrid-ep", "--hybrid-ep-ranks-per-node", "1", "--hybrid-ep-num-sms", "2", "--hybrid-ep-timeout", "30"]
     flex = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]

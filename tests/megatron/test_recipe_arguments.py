@@ -81,6 +81,7 @@ except SystemExit as refusal:
 """
 
 
+@pytest.mark.usefixtures("megatron_flags")
 def test_megatron_accepts_every_variant_and_no_flag_that_it_does_not_know():
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run(

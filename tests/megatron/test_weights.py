@@ -56,6 +56,7 @@ def test_a_backward_that_ends_half_way_keeps_no_buffer_and_brings_nothing_home()
 
 
 @pytest.mark.version_free
+@pytest.mark.usefixtures("megatron_flags")
 def test_flags_put_the_parts_in_place_and_revert_takes_them_out():
     ((patched, undone),) = run("by_flags", 1)
     ddp = "weights: DistributedDataParallel"

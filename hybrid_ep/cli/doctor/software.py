@@ -17,14 +17,15 @@ from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found, build_reme
 MEGATRON_TESTED = ((0, 16), (0, 19))  # as megatron_patches/hooks.py, which this package must not import
 TORCH_OLDEST, TORCH_TESTED = (2, 9), ((2, 15),)
 NOT_TESTED = "not tested with this release"
-# megatron-core: the Pythons it has been tested on. Releases from 0.17 on need 3.12.
+# megatron-core: the Pythons it has been tested on. Releases from 0.17 on need 3.12. On 3.14 dispatchers of 0.19
+# work, and megatron.training does not start: its flags are made in a way that argparse no longer takes.
 PYTHON_FOR_MEGATRON = {(0, 16): ((3, 10), (3, 12)), (0, 17): ((3, 12), (3, 13))}
 
 
 def python() -> Found:
     text = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-        yield WARN, f"{text}; {NOT_TESTED} (tested: 3.10 to 3.13)", "use one of those"
+    if not (3, 10) <= sys.version_info[:2] <= (3, 14):
+        yield WARN, f"{text}; {NOT_TESTED} (tested: 3.10 to 3.14)", "use one of those"
     elif platform.system() != "Linux":
         yield FAIL, text, "hybrid_ep needs Linux"
     else:
