@@ -144,10 +144,15 @@ def test_who_sent_to_whom_adds_up_to_the_loads(runs):
 @needs_core
 def test_who_waits_for_whom_is_told_of_every_step(runs):
     folder, alltoall = runs[0] / "hybrid_ep", runs[0] / "latent_alltoall"
+    # Waits of a step may be longer than it takes rank 0, who evaluates and writes between two; not than the run.
+    whole_s = (folder / "metrics.jsonl").stat().st_mtime - (folder / "config.yaml").stat().st_mtime
+    of_run = [[0.0] * 4 for _ in range(4)]
     for line in metrics(folder)[1:]:
         waited = line["rank_waited"]
         assert [len(row) for row in waited] == [4] * 4 and all(waited[rank][rank] == 0 for rank in range(4))
-        assert all(0 <= max(row) < 2 * line["step_s"] for row in waited), "ranks enter a step at different times"
+        assert all(s >= 0 for row in waited for s in row)
+        of_run = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(of_run, waited, strict=True)]
+    assert max(max(row) for row in of_run) < whole_s
     assert sum(s for line in metrics(folder)[1:] for row in line["rank_waited"] for s in row) > 0
     assert (folder / "waits.png").is_file()
     if have_latent_attention():
