@@ -454,13 +454,6 @@ class HybridEPBuffer(PlansClones, Meters, Named):
         if self._session is not None:
             self._session.close(together=error_type is None)  # after an error others may not come
 
-    def __del__(self) -> None:
-        try:  # also runs on a half-built object, and at interpreter shutdown when module globals are gone
-            if self._session is not None:
-                self._session.close()
-        except Exception:
-            pass
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A buffer has no copies: copy, deepcopy and pickle (torch.save, arguments of spawned processes) end here."""
         raise TypeError(

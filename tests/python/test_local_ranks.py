@@ -161,31 +161,33 @@ FAILS = RANK.replace("sys.exit(", "from hybrid_ep.cli.bench.world import World\n
 BENCH = "bench --ranks 1 --tokens 8 --hidden 64 --experts 4 --topk 2 -n 1 -w 1 --impl hybrid_ep"
 
 
+def _ended(program: str, peer: str = "") -> tuple[int, str, str]:
+    """Exit code and stderr of a bench of one rank, and its threads when the interpreter ends."""
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | variables(0, 1, 0)
+    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", program, *(BENCH + peer).split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("threads ")
+    return done.returncode, done.stderr, last
+
+
 @pytest.mark.parametrize("peer", ["", ",megatron-alltoall"])
 def test_a_rank_has_no_thread_of_a_process_group_when_the_interpreter_ends(peer):
     """Which may hold a tensor, and would abort the process when it drops it then."""
     if peer and importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
-    root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | variables(0, 1, 0)
-    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", RANK, *(BENCH + peer).split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("threads ") and "gloo" not in last and "tcpstore" not in last
+    code, errors, threads = _ended(RANK, peer)
+    assert code == 0, errors
+    assert "gloo" not in threads and "tcpstore" not in threads
 
 
 def test_nor_has_one_that_ends_in_an_exception():
     """Which the interpreter keeps, with the frames it came through."""
-    root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | variables(0, 1, 0)
-    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", FAILS, *BENCH.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 1 and "'NoneType' object is not callable" in done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("threads ") and "gloo" not in last and "tcpstore" not in last
+    code, errors, threads = _ended(FAILS)
+    assert code == 1 and "'NoneType' object is not callable" in errors
+    assert "gloo" not in threads and "tcpstore" not in threads
 
 
 def test_a_dropped_buffer_lets_go_of_its_group_without_the_garbage_collector():

@@ -50,7 +50,7 @@ def in_child(work) -> str:
 def drop(buffer) -> str:
     """All that a child may do."""
     buffer.destroy()
-    buffer.__del__()
+    buffer._session.__del__()
     return "dropped"
 
 
