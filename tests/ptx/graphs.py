@@ -1,6 +1,6 @@
 """torch.cuda.graph on the PTX machine. Kernels, copies and fills are recorded by the stand-in. An operation of torch's,
 which runs on the CPU here, becomes a host function of the graph: it runs again at every replay, in its place, into the
-tensors that the capture made. During the capture it runs once to learn what it makes, and what it wrote is put back."""
+tensors that the capture made. During the capture it runs once to learn what it makes, into copies of what it writes."""
 
 from __future__ import annotations
 
@@ -61,15 +61,18 @@ class Recording:
         self.errors: list[BaseException] = []
 
     def once(self, func, args, kwargs):
+        """What an operation returns, of which nothing may be written: an operation before it, on another stream of a
+        queue, may write the same tensor meanwhile, and what it wrote would be lost."""
         written = _written(func, args, kwargs)
-        before = [x.clone() for x in written]
+        copies = [x.clone() for x in written]
+        apart = {id(x): copy for x, copy in zip(written, copies, strict=True)}
+        back = {id(copy): x for x, copy in zip(written, copies, strict=True)}
+        there = tree_map_only(torch.Tensor, lambda x: apart.get(id(x), x), (args, kwargs))
         try:
-            out = func(*args, **kwargs)
+            out = func(*there[0], **there[1])
         except (RuntimeError, IndexError):  # for its operands' values, which are there at a replay: a GPU looks then
-            out = _results_in(func, written) if written else _shaped_like(func, args, kwargs)
-        for x, old in zip(written, before, strict=True):
-            x.copy_(old)
-        return out
+            return _results_in(func, written) if written else _shaped_like(func, args, kwargs)
+        return tree_map_only(torch.Tensor, lambda x: back.get(id(x), x), out)
 
     def again(self, func, args, kwargs, out, placed) -> None:
         """Enqueues the operation. placed: what the caller gets, out with tensors of its own in the place of some."""

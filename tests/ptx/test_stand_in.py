@@ -279,3 +279,26 @@ def test_a_host_function_runs_in_its_place_and_in_every_replay():
     lib.call("cudaStreamSynchronize", s)
     assert seen == [b"\\1" * 4] * 4 and read(p, 1) == b"\\2"
     """)
+
+
+def test_an_operation_that_is_queued_writes_nothing_before_its_turn():
+    """One that ran at once and put back what it wrote would undo what another stream writes meanwhile."""
+    run("""
+    import graphs, torch
+    x, row = torch.zeros(2, 3), torch.ones(3)
+    running, aten = torch.zeros(3), torch.ops.aten
+    for func, args, result in (
+        (aten.add_.Tensor, (x, row), x),
+        (aten.copy_.default, (x, row), x),
+        (aten.add.out, (x, row), x),
+        (aten._foreach_add_.Scalar, ([x, running], 1), None),
+        (aten.index_put_.default, (x, [torch.tensor([5])], row), x),  # a bad index of values that are not there yet
+    ):
+        kwargs = {"out": x} if func is aten.add.out else {}
+        assert graphs.Recording(lib, 0, 0).once(func, args, kwargs) is result, func
+    made = graphs.Recording(lib, 0, 0).once(
+        aten._native_batch_norm_legit.default, (x, None, None, running, running + 1, True, 0.1, 1e-5), {}
+    )
+    assert len(made) == 3 and not any(m is running for m in made)
+    assert x._version == running._version == 0 and not x.any() and not running.any()
+    """)
