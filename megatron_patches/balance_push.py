@@ -1,33 +1,35 @@
 """Weights of clones: pushed from owner to spare slots, run there, their gradients summed back into the owner.
 
 By torch.distributed; where the ranks' own kernels do it, `balance_kernels` has what differs. Everything is point to
-point between ranks of the expert-parallel group, in the order of the plan, which all ranks
-share: (rank, slot) ascending. Gradients travel and are summed in fp32. With Megatron's DDP they are added to the
-parameter's main_grad in the backward of the push; that runs before the parameter's own gradient is complete, hence
-before DDP counts the parameter as ready and reduces its bucket. Nothing is averaged, and it happens once a backward,
-also under no-sync accumulation.
+point between ranks of the expert-parallel group, relayed in stripes as the plan says, which all ranks share
+(`balance_relay`). Gradients travel and are summed in fp32. With Megatron's DDP they are added to the parameter's
+main_grad in the backward of the push; that runs before the parameter's own gradient is complete, hence before DDP
+counts the parameter as ready and reduces its bucket. Nothing is averaged, and it happens once a backward, also under
+no-sync accumulation.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from hybrid_ep.balance.relays import relays
 from hybrid_ep.errors import DeadlineError
 from megatron_patches import settings
+from megatron_patches.balance_relay import Rails
 
 if TYPE_CHECKING:
-    from hybrid_ep.balance.microbatch import MicrobatchPlan, RankPart
+    from hybrid_ep.balance.microbatch import MicrobatchPlan
     from megatron_patches.balance import ExactManager
 
 DEFAULT_TIMEOUT_S = 100.0
 
-Clone = tuple[int, int, int, int]  # (expert, owner rank, rank, slot)
 _Place = tuple[int, torch.Size, tuple[int, ...]]  # (storage offset, size, stride)
 
 _SlotsKey = tuple[dist.ProcessGroup, int, int, torch.dtype, torch.device]
@@ -81,11 +83,14 @@ class Transfer:
         self.kept: list[torch.Tensor] = []
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
+        if not tensor.numel():
+            return
         self.kept.append(tensor)  # alive until it has arrived
         self.operations.append(dist.P2POp(dist.isend, tensor, dist.get_global_rank(self.group, rank), self.group))
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        self.operations.append(dist.P2POp(dist.irecv, tensor, dist.get_global_rank(self.group, rank), self.group))
+        if tensor.numel():
+            self.operations.append(dist.P2POp(dist.irecv, tensor, dist.get_global_rank(self.group, rank), self.group))
 
     def start(self) -> Transfer:
         if self.operations:
@@ -98,6 +103,44 @@ class Transfer:
         self.work, self.operations, self.kept = [], [], []
 
 
+class Steps:
+    """Transfers one after the other, each made when the one before has come. On a GPU all are queued at once, on a
+    stream of their own; hosts start the first, and `wait` does the rest."""
+
+    def __init__(self, steps: Iterator[Transfer], device: torch.device) -> None:
+        self._steps = steps
+        self._under_way: Transfer | None = None
+        self._side = _side_stream(device) if device.type == "cuda" else None
+        if self._side is None:
+            self._under_way = self._started_next()
+            return
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._side):
+            self._finish()
+
+    def wait(self) -> None:
+        """DeadlineError when a peer does not answer in time or is gone."""
+        self._finish()
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+
+    def _finish(self) -> None:
+        step = self._under_way or self._started_next()
+        while step is not None:
+            step.wait()
+            step = self._started_next()
+        self._under_way = None
+
+    def _started_next(self) -> Transfer | None:
+        step = next(self._steps, None)
+        return step and step.start()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class CloneExperts:
     """Runs a layer's experts with the clones that this rank holds for others.
 
@@ -108,6 +151,7 @@ class CloneExperts:
         self.manager, self.group, self.weights = manager, manager.group, manager.weights
         self.num_slots = manager.settings.balance.spare_slots
         self.stacks = self.make_stacks()
+        self.ranks_per_node = self.group.size() // manager.planner.options.num_nodes
 
     def make_stacks(self) -> list[torch.Tensor]:
         """[slots, *shape] for every matrix, in one storage."""
@@ -122,43 +166,34 @@ class CloneExperts:
 
     def work_of(self, plan: MicrobatchPlan) -> Any:
         """What start_push and the backward are given of a plan."""
-        return self.manager.part_of(plan)
+        return relays(plan.slot_expert, plan.owner, self.ranks_per_node)
 
-    def start_push(self, part: RankPart) -> Transfer:
+    def start_push(self, work: Any) -> Pushed:
         """Send my experts' weights to their clones and receive those of my slots. Returns what to wait for."""
-        transfer, me = Transfer(self.group, "weight push"), self.group.rank()
-        for expert, owner, rank, slot, _ in part.pushes.tolist():
-            for n, stack in enumerate(self.stacks):
-                if owner == me:
-                    transfer.send(self.weights.weight(self.owner_slot(expert), n), rank)
-                if rank == me:
-                    transfer.receive(stack[slot], owner)
-        return transfer.start()
+        steps = self._rails("weight push").push(
+            work,
+            self.weights.sizes,
+            weight=lambda expert, n: self.weights.weight(self.owner_slot(expert), n).view(-1),
+            slot=lambda slot, n: self.stacks[n][slot].view(-1),
+        )
+        return Steps(steps, self.stacks[0].device)
 
     def collect_gradients(
-        self, part: RankPart, gradients: list[torch.Tensor], add: Callable[[int, int, torch.Tensor], None]
+        self, work: Any, gradients: list[torch.Tensor], add: Callable[[int, int, torch.Tensor], None]
     ) -> None:
-        """Bring clone gradients to the owners: `add(expert, n, gradient)` for each that arrives, in plan order.
+        """Bring clone gradients to the owners: `add(expert, n, sum)`, once for each expert with clones and matrix.
 
-        gradients: fp32 [slots, *shape] on this rank, for every matrix n. In rounds that all ranks know from the plan,
-        so that no owner holds more of them at once than it has slots, however many clones its experts have.
-        """
-        rounds: dict[int, list[Clone]] = {}
-        for expert, owner, rank, slot, nth in part.pushes.tolist():
-            rounds.setdefault(nth // self.num_slots, []).append((expert, owner, rank, slot))
-        me = self.group.rank()
-        for _, clones in sorted(rounds.items()):
-            transfer, arrived = Transfer(self.group, "clone gradients"), []
-            for expert, owner, rank, slot in clones:
-                for n, gradient in enumerate(gradients):
-                    if rank == me:
-                        transfer.send(gradient[slot], owner)
-                    if owner == me:
-                        arrived.append((expert, n, torch.empty_like(gradient[slot])))
-                        transfer.receive(arrived[-1][2], rank)
-            transfer.start().wait()
-            for one in arrived:
-                add(*one)
+        gradients: fp32 [slots, *shape] on this rank, for every matrix n."""
+        for step in self._rails("clone gradients").collect(
+            work,
+            self.weights.sizes,
+            gradient=lambda slot, n: gradients[n][slot].view(-1),
+            add=lambda expert, n, total: add(expert, n, total.view(self.weights.shapes[n])),
+        ):
+            step.start().wait()
+
+    def _rails(self, what: str) -> Rails[Transfer]:
+        return Rails(self.group.rank(), self.ranks_per_node, lambda: Transfer(self.group, what))
 
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor

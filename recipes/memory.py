@@ -133,12 +133,12 @@ def clone_bytes(run: ClusterRun) -> int:
 
     A spare slot holds one expert in bf16, and a layer's backward has the clones' gradients as the GEMM makes them.
     Where kernels push, both slots and gradients in fp32 are registered, and owners add what they read there. Where
-    torch does, the backward has gradients in fp32 to be sent as well, and at an owner as many that arrive at once.
+    torch does, the backward has gradients in fp32 to be sent as well, and twice as many that a rank relays and sums.
     """
     one = run.clones * run.architecture.expert_params
     if run.clones and run.pushed_by == "kernels":
         return spare_bytes(run) + one * _BF16
-    return one * (_BF16 + _BF16 + _FP32 + _FP32)
+    return one * (_BF16 + _BF16 + _FP32 + 2 * _FP32)
 
 
 def spare_bytes(run: ClusterRun) -> int:

@@ -21,7 +21,7 @@ from rank_programs import EXPERTS, HIDDEN, TOPK, initialize, make_config, make_d
 import megatron_patches
 from hybrid_ep.balance.microbatch import MicrobatchPlan
 from hybrid_ep.errors import DeadlineError
-from megatron_patches import balance_experts, balance_push, settings
+from megatron_patches import balance_experts, balance_push, balance_relay, settings
 from megatron_patches.balance import KernelPlan
 from megatron_patches.experts import GroupedExperts
 
@@ -295,9 +295,8 @@ def mutants(ep, grouped):
     def wrong_slot(self, plan, gradients, add):
         return collect(self, plan, [g.flip(0) for g in gradients], add)
 
-    def first_round(self, plan, gradients, add):
-        seen = set()
-        return collect(self, plan, gradients, lambda e, n, g: (e, n) in seen or (seen.add((e, n)), add(e, n, g)))
+    def first_alone(parts):
+        return parts[0]
 
     def wrong_expert(self, like_owner, slot, n):
         return part(self, like_owner, (slot + 1) % self.num_owners, n)
@@ -315,7 +314,7 @@ def mutants(ep, grouped):
     )
     for name, owner, attribute, broken in (
         *([("wrong expert", weights, "part", wrong_expert)] if grouped else in_messages),
-        ("one clone of several", clones, "collect_gradients", first_round),
+        ("one clone of several", balance_relay, "_in_order", first_alone),
         ("no refill", refill, "backward", staticmethod(no_refill)),
     ):
         before = owner.__dict__[attribute]
@@ -397,11 +396,10 @@ def silent_peer(ep):
     manager = dispatcher._comm_manager
     plan = empty_plan(manager)(np.ones((ep, EXPERTS), np.int64))
     plan.slot_expert[0, 0] = EXPERTS - 1  # pushed by the last rank to rank 0
-    part = plan.part_of_rank(groups.ep.rank(), manager.owners.host_columns(1))
     if groups.ep.rank() == 0:
         start = time.monotonic()
         with pytest.raises(DeadlineError, match="weight push"):
-            manager.clones.start_push(part).wait()
+            manager.clones.start_push(manager.clones.work_of(plan)).wait()
         assert time.monotonic() - start < 20
     dist.barrier()
     return True

@@ -1,0 +1,101 @@
+"""What the ranks do in tests of clones on other nodes: the worlds of whole numbers of balance_programs."""
+
+import os
+import signal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from balance_programs import equal, random_plan, train, wait_for_clones_of_the_last_rank
+from push_programs import crossing, planned
+from rank_programs import EXPERTS, initialize
+
+import megatron_patches
+from megatron_patches import balance_relay
+from megatron_patches.balance_relay import Rails
+
+
+def apply(width, **options):
+    chosen = {"balance": "exact", "balance_epsilon": 0.0, "spare_slots": 2, **options}
+    megatron_patches.apply(ranks_per_node=width, balance_clones="anywhere", **chosen)
+
+
+def bit_equality(ep, width, grouped):
+    """Off, and clones anywhere: the same bits of everything, whatever the plan."""
+    groups = initialize(ep)
+    megatron_patches.apply(ranks_per_node=width, grouped_gemm=grouped)
+    off, _ = train(groups, ep)
+    apply(width, grouped_gemm=grouped)
+    with planned() as seen:
+        for seed, main_grad in ((1, True), (2, False)):
+            forced, _ = train(groups, ep, lambda manager, seed=seed: random_plan(seed, manager), main_grad)
+            assert equal(forced, off), seed
+    assert crossing(seen, width)[1] > 0
+    again, _ = train(groups, ep, lambda manager: random_plan(2, manager))
+    assert equal(again, forced), "a replay of the same plans differs"
+    recomputed, _ = train(groups, ep, recompute=True)
+    assert equal(recomputed, off), "recomputation"
+    apply(width, balance="both", grouped_gemm=grouped)
+    owners = [np.random.default_rng(layer).permutation(EXPERTS) for layer in range(2)]
+    both, _ = train(groups, ep, lambda manager: random_plan(5, manager), owners=owners)
+    assert equal(both, off), "clones of experts that live elsewhere"
+    megatron_patches.revert()
+    return True
+
+
+def mutants(ep, width):
+    """Broken relays that the comparison must notice; returns those it missed."""
+    groups = initialize(ep)
+    megatron_patches.apply(ranks_per_node=width)
+    off, _ = train(groups, ep)
+    apply(width)
+    push, collect = Rails.push, Rails.collect
+
+    def other_expert(self, rounds, sizes, weight, slot):
+        return push(self, rounds, sizes, lambda expert, n: weight(expert, n) + 1, slot)
+
+    def twice(self, rounds, sizes, gradient, add):
+        return collect(self, rounds, sizes, gradient, lambda *one: (add(*one), add(*one)))
+
+    def nothing(self, rounds, sizes, gradient, add):
+        return collect(self, rounds, sizes, gradient, lambda *_: None)
+
+    def first_clone_alone(parts):
+        return parts[0]
+
+    missed = []
+    for name, owner, attribute, broken in (
+        ("another weight", Rails, "push", other_expert),
+        ("doubled", Rails, "collect", twice),
+        ("no gradients", Rails, "collect", nothing),
+        ("a clone left out", balance_relay, "_in_order", first_clone_alone),
+    ):
+        before = owner.__dict__[attribute]
+        setattr(owner, attribute, broken)
+        seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
+        setattr(owner, attribute, before)
+        differs = torch.tensor([0.0 if equal(seen, off) else 1.0])
+        dist.all_reduce(differs)  # a mutant may show on one rank only
+        if not differs.item():
+            missed.append(name)
+    seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
+    assert equal(seen, off)
+    megatron_patches.revert()
+    return missed
+
+
+def killed_in_a_relay(ep, width, step):
+    """The last rank dies before a step of its relays; the others wait for it."""
+    groups, inner = initialize(ep), Rails.push
+    apply(width, spare_slots=1, timeout_s=4.0)
+
+    def push(self, *arguments, **named):
+        for number, one in enumerate(inner(self, *arguments, **named)):
+            if number == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield one
+
+    if groups.ep.rank() == ep - 1:
+        Rails.push = push
+    wait_for_clones_of_the_last_rank(groups, ep)
+    raise AssertionError("nobody noticed")
