@@ -191,7 +191,7 @@ class SpareSlots:
         self, plan: ClonePlan | torch.Tensor, sums: Sequence[Sequence[torch.Tensor]], owners: ExpertOwners | None = None
     ) -> None:
         """Adds the gradients of clones, which lie in `gradients` of the ranks that hold them, to their owners' sums:
-        in fp32, one after the other in the order of the plan, (rank, slot) ascending. Collective.
+        in fp32, those of an expert summed in the order of the plan, (rank, slot) ascending. Collective.
 
         sums fp32 [owners][matrices], contiguous. plan, owners: of the push. Behind it `gradients` may be written again.
         Raises ValueError, DeadlineError."""

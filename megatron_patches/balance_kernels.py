@@ -1,9 +1,9 @@
 """Weights of clones pushed, and their gradients brought home, by the ranks' own kernels (`hybrid_ep.spares`).
 
 No host reads whose weights go where. Slots and gradient buffers are registered once, for all layers whose experts are
-alike. Gradients are added to main_grad in fp32, in the order of the plan, as `balance_push` adds them, so that both
-give the same bits. For clones on their owner's node, whose ranks map each other's memory; where they may lie on any
-node of several, torch pushes, which is said.
+alike. Gradients are summed in fp32, in the order of the plan, and added to main_grad, as `balance_push` does, so that
+both give the same bits. For clones on their owner's node, whose ranks map each other's memory; where they may lie on
+any node of several, torch pushes, which is said.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class KernelCloneExperts(CloneExperts):
             return Work(plan, made.slot_expert)
         return Work(plan, torch.from_numpy(plan.slot_expert).to(self.stacks[0].device))
 
-    def start_push(self, work: Any) -> Pushed:  # type: ignore[override]
+    def start_push(self, work: Any) -> Pushed:
         """Send my experts' weights to their clones. What it returns waits for those of my slots."""
         weights = self.weights
         matrices = range(len(weights.sizes))

@@ -111,7 +111,8 @@ class Rails(Generic[M]):
             ours = [relay for relay in relays if relay.owner // self.width == self.node]
             cloned = [relay for relay in relays if self.node in relay.nodes]
 
-            step, parts = self._messages(), {}
+            parts: dict[tuple[int, int], list[torch.Tensor]] = {}
+            step = self._messages()
             for relay in cloned:
                 for n, size in enumerate(sizes):
                     mine = parts[relay.expert, n] = []
@@ -125,7 +126,8 @@ class Rails(Generic[M]):
                         mine.append(self._stripe(whole, self.rank))
             yield step
 
-            step, came = self._messages(), {}
+            came: dict[tuple[int, int], list[torch.Tensor]] = {}
+            step = self._messages()
             for relay in relays:
                 for n, size in enumerate(sizes):
                     for node in relay.nodes:
@@ -153,8 +155,8 @@ class Rails(Generic[M]):
                     sums.append((relay.expert, n, whole))
             yield step
 
-            for one in sums:
-                add(*one)
+            for expert, n, whole in sums:
+                add(expert, n, whole)
 
     def _peer(self, node: int) -> int:
         """The rank of a node on this rank's rail."""

@@ -7,13 +7,14 @@ DeepSeek-V3's layers, zipf routing whose hot experts differ from layer to layer 
 micro-batch. Drawn tokens are planned by the library's own planners, their columns rewritten as a rank does it, and the
 exchange of what comes out is timed by the event engine (this library's kernels, every rank) or the queueing model.
 Experts compute as long as the fullest rank's rows. What balancing itself moves is charged in full view, by the busiest
-port: a clone's weights (bf16) to its slot in the forward and again in the backward, its gradient (fp32) home, and of
-slow mode 14 bytes a parameter of a moved expert, over the steps from one placement to the next.
+port of each step: a clone's weights (bf16) to its slot in the forward and again in the backward, its gradient (fp32)
+home, and of slow mode 14 bytes a parameter of a moved expert, over the steps from one placement to the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -26,6 +27,7 @@ import numpy as np
 
 from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner, imbalance_ratio, loads, plan_placement
 from hybrid_ep.balance.owners import Owners
+from hybrid_ep.balance.relays import relays
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import events, model, models, routing
 from hybrid_ep.perf.step_time import CV_SLOW, Job, Layer, step
@@ -69,11 +71,14 @@ class Balanced:
     pushed_us: float
 
 
-def port_us(moves: list[tuple[int, int]], num_bytes: float, job: Job) -> float:
-    """Busy time of the busiest port, (from, to) by ranks: NVLink inside a node, the NIC between nodes."""
+Move = tuple[int, int, float]  # (from, to, bytes)
+
+
+def port_us(moves: list[Move], job: Job) -> float:
+    """Busy time of the busiest port: NVLink inside a node, the NIC between nodes."""
     shape = job.shape
     at = {"nvlink": np.zeros((2, shape.ranks)), "nic": np.zeros((2, shape.ranks))}
-    for source, target in moves:
+    for source, target, num_bytes in moves:
         kind = "nvlink" if source // shape.ranks_per_node == target // shape.ranks_per_node else "nic"
         at[kind][0, source] += num_bytes
         at[kind][1, target] += num_bytes
@@ -81,17 +86,43 @@ def port_us(moves: list[tuple[int, int]], num_bytes: float, job: Job) -> float:
     return max(float(at[kind].max()) / (rate[kind] * 1e3) for kind in at)
 
 
+def by_rails(plan: MicrobatchPlan, width: int) -> Iterator[list[Move]]:
+    """What torch sends of weights of one byte, step by step, as `megatron_patches.balance_relay` does."""
+    part = 1 / width
+    for relayed in relays(plan.slot_expert, plan.owner, width):
+        scatter, rail, spread = [], [], []
+        for relay in relayed:
+            home = relay.owner // width
+            for local in range(width):
+                scatter.append((relay.owner, home * width + local, part))
+                for node, clones in relay.nodes.items():
+                    rail.append((home * width + local, node * width + local, part))
+                    spread += [(node * width + local, rank, part) for rank, _ in clones]
+        yield from ([move for move in moves if move[0] != move[1]] for moves in (scatter, rail, spread))
+
+
+def by_holders(plan: MicrobatchPlan) -> Iterator[list[Move]]:
+    """What the kernels store of weights of one byte: owners a part to each clone, these to one another."""
+    scatter, spread = [], []
+    for relay in itertools.chain(*relays(plan.slot_expert, plan.owner, len(plan.slot_expert))):
+        (holders,) = ([rank for rank, _ in clones] for clones in relay.nodes.values())
+        part = 1 / len(holders)
+        scatter += [(relay.owner, rank, part) for rank in holders]
+        spread += [(source, rank, part) for source in holders for rank in holders if source != rank]
+    yield from (scatter, spread)
+
+
 def clone_us(plan: MicrobatchPlan, job: Job) -> float:
-    """Weights to the slots, twice, and gradients home."""
-    there = [
-        (int(plan.owner[expert]), rank)
-        for rank, mine in enumerate(plan.slot_expert)
-        for expert in mine.tolist()
-        if expert >= 0
-    ]
-    back = [(target, source) for source, target in there]
-    params = job.model.expert_params
-    return 2 * port_us(there, WEIGHT_BYTES * params, job) + port_us(back, GRADIENT_BYTES * params, job)
+    """Weights to the slots, twice, and gradients home the same way back. No step begins before the one before has
+    ended."""
+    within = job.shape.nodes == 1 or plan.options.within_node
+    steps = list(by_holders(plan) if within else by_rails(plan, job.shape.ranks_per_node))
+    params, total = job.model.expert_params, 0.0
+    for moves in steps:
+        there = [(source, to, WEIGHT_BYTES * params * part) for source, to, part in moves]
+        back = [(to, source, GRADIENT_BYTES * params * part) for source, to, part in moves]
+        total += 2 * port_us(there, job) + port_us(back, job)
+    return total
 
 
 def balanced(mode: str, choices: np.ndarray, past: np.ndarray, earlier: np.ndarray, job: Job, spare: int) -> Balanced:
@@ -105,8 +136,9 @@ def balanced(mode: str, choices: np.ndarray, past: np.ndarray, earlier: np.ndarr
         owners.assign(before[0])
         left = owners.rank_of.copy()
         owners.assign(plan.phy2log[0])
-        moves = [(int(left[e]), int(owners.rank_of[e])) for e in np.flatnonzero(left != owners.rank_of)]
-        moved_us = port_us(moves, MOVED_BYTES * job.model.expert_params, job) / (INTERVAL * job.micro_batches)
+        size = MOVED_BYTES * job.model.expert_params
+        moves = [(int(left[e]), int(owners.rank_of[e]), size) for e in np.flatnonzero(left != owners.rank_of)]
+        moved_us = port_us(moves, job) / (INTERVAL * job.micro_batches)
     counts = np.stack([np.bincount(mine.ravel(), minlength=experts) for mine in choices])
     if mode in ("off", "slow"):
         columns = owners.host_columns(0)

@@ -105,6 +105,9 @@
   BUG(kCloneGradientTwice, "a clone's gradient is added twice") \
   BUG(kCloneGradientsUnawaited, "gradients of clones are read before their holder says that they are there") \
   BUG(kCloneGradientsNotTaken, "a rank goes on before the owners have read its clones' gradients") \
+  BUG(kPartRelayedUnawaited, "a part of an expert is passed on before it has come from the owner") \
+  BUG(kSumUnawaited, "a part of a sum of clones' gradients is read before it is said to be formed") \
+  BUG(kSumToldByEveryWarp, "every warp that forms a part of a sum of gradients says that it is there") \
   BUG(kTornLine, "a line becomes visible in two parts, in any order") \
   BUG(kFlagBeforePayload, "a line's flag becomes visible before its payload") \
   BUG(kEarlyCredit, "a step of the latency path ends without having heard of every rank") \

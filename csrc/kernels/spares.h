@@ -23,7 +23,7 @@ inline constexpr uint32_t kSpareStages = 4;                            // of a w
 template <Arch A>
 inline uint64_t plan_push(SpareParams& p) {
   if (!p.chunk_bytes || p.chunk_bytes > kSpareChunk<A>) p.chunk_bytes = kSpareChunk<A>;
-  const uint64_t begin = clone_table_bytes(p);
+  const uint64_t begin = SpareTable<A>::bytes(p);
   p.fifo = StageFifo<A, SpareHead>::layout(begin, kSpareStages, p.chunk_bytes);
   p.fifo_stride = p.fifo.end - begin;
   return begin + kSpareWarps<A> * p.fifo_stride;
@@ -40,27 +40,41 @@ template <Arch A>
 HEP_DEVICE void push_weights_kernel(A& a, const SpareParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   a.set_role(Role::kPushWeights);
-  auto* const clones = reinterpret_cast<int32_t*>(smem);
+  const SpareTable<A> table(a, p, smem);
   const StageFifo<A, SpareHead> fifo(smem + uint64_t(a.warp_idx()) * p.fifo_stride, p.fifo);
   if (a.lane() == 0) fifo.init(a, 1);
-  if (!find_own_clones(a, p, clones)) return;
-  if (!a.elect_one()) return;
-  PushWeightsRole<A> push(a, p, clones, fifo);
+  if (!table.fill() || !a.elect_one()) return;
+  PushWeightsRole<A> push(a, p, table, fifo);
   if (a.block_idx() == 0 && a.warp_idx() == 0) push.free_slots();
   push.run();
   if (last_warp(a, p)) ++p.progress->pushes;
 }
 
+// What slot j of the group stores of this rank's slot, all pieces; where j is that slot itself, what the owner does.
+template <Arch A>
+HEP_DEVICE void await_part(A& a, const SpareParams& p, const SpareTable<A>& table, int slot, int j, uint64_t epoch) {
+  const int own = table.own(slot);
+  const SpareCopy copy = table[own];
+  if (copy.expert < 0 || table.expert(j) != copy.expert) return;
+  const int part = j == own ? copy.owners_part() : table[j].relay;
+  const int source = j == own ? copy.owner(p) : j / int(p.spare_slots);
+  for (int piece = 0; part >= 0 && piece < copy.pieces(); ++piece)
+    if (!is_empty(p, copy, part, piece, [&](uint32_t m) { return p.matrices[m].weight_units(); }))
+      a.wait_ge_sys(p.full_flag(p.world.rank, slot, source, piece), epoch, {Site::kCloneWeights, source, slot});
+}
+
 // One block.
 template <Arch A>
-HEP_DEVICE void await_weights_kernel(A& a, const SpareParams& p) {
+HEP_DEVICE void await_weights_kernel(A& a, const SpareParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   a.set_role(Role::kAwaitWeights);
   const uint64_t epoch = p.progress->awaited + 1;
-  for (int s = a.warp_idx() * A::kLanes + a.lane(); s < int(p.spare_slots); s += a.num_warps() * A::kLanes) {
-    const int expert = a.ld_global(p.slot_expert + p.world.rank * int(p.spare_slots) + s);
-    if (expert < 0 || injected(Bug::kWeightsUnawaited)) continue;
-    a.wait_ge_sys(p.flag(p.world.rank, p.full, s), epoch, {Site::kCloneWeights, owner_of(a, p, expert), s});
+  const SpareTable<A> table(a, p, smem);
+  if (!table.fill()) return;
+  const int waits = int(p.spare_slots) * p.num_slots();  // of a slot, for each of the group
+  for (int i = a.warp_idx() * A::kLanes + a.lane(); i < waits; i += a.num_warps() * A::kLanes) {
+    if (injected(Bug::kWeightsUnawaited)) continue;
+    await_part(a, p, table, i / p.num_slots(), i % p.num_slots(), epoch);
   }
   if (!a.block_whole()) return;
   if (a.warp_idx() == 0 && a.elect_one()) ++p.progress->awaited;
@@ -70,9 +84,9 @@ template <Arch A>
 HEP_DEVICE void collect_gradients_kernel(A& a, const SpareParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   a.set_role(Role::kCollectGradients);
-  auto* const clones = reinterpret_cast<int32_t*>(smem);
-  if (!find_own_clones(a, p, clones)) return;
-  AddGradientsRole<A> sums(a, p, clones);
+  const SpareTable<A> table(a, p, smem);
+  if (!table.fill()) return;
+  AddGradientsRole<A> sums(a, p, table);
   if (a.block_idx() == 0 && a.warp_idx() == 0 && a.elect_one()) sums.say_ready();
   if (!sums.run()) return;
   a.warp_sync();  // what the warp's lanes have read, one speaks for

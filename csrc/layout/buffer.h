@@ -67,6 +67,8 @@ struct BufferShape {
     for (uint32_t m = 0; m < spares.num_matrices; ++m)
       need(spares.elements[m] > 0 && spares.elements[m] % (16 / spares.element_bytes) == 0,
            "a matrix must be a positive multiple of 16 bytes");
+    for (uint32_t m = 0; m < spares.num_matrices; ++m)
+      need(spares.elements[m] >> 32 == 0, "a matrix must have fewer than 2^32 elements");
   }
 };
 
@@ -87,7 +89,7 @@ struct BufferLayout {
   uint64_t token_stride;  // largest message or partial row that this shape admits
   uint64_t slot_bytes;    // one ring slot: a chunk of those
   uint64_t ready, done, counts_rail, counts_node, clones_rail, clones_node, rail_full, rail_free;  // flag arrays
-  uint64_t spare_free, spare_full, gradients_ready, gradients_taken;                               // likewise
+  uint64_t spare_free, spare_full, gradients_ready, gradients_summed, gradients_taken;             // likewise
   LatencySlabs slabs;
   LatencyRail latency_rail;
   uint64_t latency_signals, latency_send, latency_recv;
@@ -124,8 +126,10 @@ struct BufferLayout {
     rail_free = add("rail_free_flags", ring * kFlagStride);
     const uint64_t spare = s.spares.spare_slots, sharing = spare ? num_local_ranks : 0;
     spare_free = add("spare_free_flags", sharing * kFlagStride);
-    spare_full = add("spare_full_flags", spare * kFlagStride);
+    const uint64_t parts = spare * num_local_ranks * SpareShape::kMostPieces;
+    spare_full = add("spare_full_flags", parts * kFlagStride);
     gradients_ready = add("gradients_ready_flags", sharing * kFlagStride);
+    gradients_summed = add("gradients_summed_flags", parts * kFlagStride);
     gradients_taken = add("gradients_taken_flags", sharing * kFlagStride);
     counts_at = add("counts", 2 * num_ranks * counts.vector_bytes());  // two parities, see exchange.h
     clone_counts_at = add("clone_counts", planned * 2 * num_ranks * clone_counts.vector_bytes());

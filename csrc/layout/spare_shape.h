@@ -10,6 +10,7 @@ namespace hep {
 struct SpareShape {
   static constexpr uint32_t kMostMatrices = 16;  // of an expert
   static constexpr uint64_t kLine = 128;         // where stacks begin
+  static constexpr uint32_t kMostPieces = 4;     // that an expert goes to its relays in (roles/spare_copies.h)
 
   uint32_t spare_slots = 0;            // of a rank; 0: none
   uint32_t num_owners = 1;             // experts that live on a rank

@@ -1,96 +1,149 @@
-// Gradients of clones, from the ranks that hold them to the sums of their owners, where they are added in fp32 in the
-// order of the plan, (rank, slot) ascending. An element of a sum belongs to one lane for all clones of its expert, so
-// that the order is that of the lane's own loop.
+// Gradients of clones, from the ranks that hold them to the sums of their owners, in fp32. The relays of an expert form
+// the sum of its copies, each of one part, where its own gradient lies (spare_copies.h); the owner adds it to its own.
+// An element of a part belongs to one lane for all copies, so that their order is that of the lane's own loop, (rank,
+// slot) ascending.
 //
-// A holder's gradients may be read when it has entered the collection (`ready`, counted in collections), and written
-// again when all who read them have said so (`taken`), which the last lane of the kernel waits for.
+// A holder's gradients may be read when it has entered the collection (`ready`, counted in collections), a part of a
+// sum when the last of the warps that form it says so for all of them (`sums`), and all of it may be written again when
+// the owner has said that it has its sum (`taken`), which the last lane of the kernel waits for.
 #pragma once
 #include <bit>
 
 #include "pipeline/node_gate.h"
-#include "roles/spare_params.h"
+#include "roles/spare_copies.h"
 
 namespace hep {
 
 template <Arch A>
 class AddGradientsRole {
  public:
-  HEP_DEVICE AddGradientsRole(A& arch, const SpareParams& params, const int32_t* clones)
-      : a(arch), p(params), clones_(clones), epoch_(params.progress->collected + 1) {}
+  HEP_DEVICE AddGradientsRole(A& arch, const SpareParams& params, const SpareTable<A>& table)
+      : a(arch), p(params), table_(table), epoch_(params.progress->collected + 1) {}
 
   // By one lane of the grid.
   HEP_DEVICE void say_ready() {
     a.st_release_sys_each(p.world.num_ranks(), [this](int r) { return p.flag(r, p.ready, p.world.rank); }, epoch_);
   }
-  // By all lanes. False: one of this warp has left in its wait.
+  // By all lanes. Nobody waits for a part of a sum before it has formed its own of that piece, so that no two ranks
+  // wait for each other. False: one of this warp's lanes has left in its wait.
   HEP_DEVICE bool run() {
-    for (int j = 0; j < p.num_slots(); ++j) {
-      const int owned = a.ld_shared(clones_ + j), holder = j / int(p.spare_slots);
-      if (owned < 0) continue;
-      if (a.elect_one() && !injected(Bug::kCloneGradientsUnawaited))
-        a.wait_ge_sys(p.flag(p.world.rank, p.ready, holder), epoch_, {Site::kCloneGradients, holder, int64_t(j)});
-      if (!a.warp_whole()) return false;
-      for (uint32_t m = 0; m < p.num_matrices; ++m)
-        add(p.matrices[m], holder, j % int(p.spare_slots), sum_of(owned, m));
-      if (injected(Bug::kCloneGradientTwice)) add(p.matrices[0], holder, j % int(p.spare_slots), sum_of(owned, 0));
-    }
+    for (int piece = 0; piece < SpareParams::kPieces; ++piece)
+      for (int i = -int(p.spare_slots); i < p.num_slots(); ++i)
+        if (!(i < 0 ? part(table_.own(-i - 1), piece, true) : part(i, piece, false))) return false;
     return true;
   }
-  // By one lane, the last to leave: for all of them.
+  // By one lane, the last to leave: for all of them. An owner that has all parts of a sum speaks for the relays, too.
   HEP_DEVICE void end() {
     a.st_release_sys_each(p.world.num_ranks(), [this](int r) { return p.flag(r, p.taken, p.world.rank); }, epoch_);
     for (int s = 0; s < int(p.spare_slots) && !injected(Bug::kCloneGradientsNotTaken); ++s) {
-      const int expert = a.ld_global(p.slot_expert + p.world.rank * int(p.spare_slots) + s);
-      if (expert < 0) continue;
-      const int owner = owner_of(a, p, expert);
-      a.wait_ge_sys(p.flag(p.world.rank, p.taken, owner), epoch_, {Site::kCloneGradientsTaken, owner, s});
+      const SpareCopy own = table_[table_.own(s)];
+      if (own.expert < 0) continue;
+      const WaitInfo info{Site::kCloneGradientsTaken, own.owner(p), s};
+      a.wait_ge_sys(p.flag(p.world.rank, p.taken, own.owner(p)), epoch_, info);
     }
   }
 
  private:
-  static constexpr int kAhead = A::kLanes < 32 ? 1 : 4;  // loads of a lane from another rank under way together
+  // Copies, and vectors of each, that a lane reads together.
+  static constexpr int kCopies = A::kLanes < 32 ? 1 : 2, kVectors = A::kLanes < 32 ? 1 : 4;
 
-  HEP_DEVICE float* sum_of(int owned, uint32_t matrix) {
-    return reinterpret_cast<float*>(a.ld_global(p.experts + uint64_t(uint32_t(owned)) * p.num_matrices + matrix));
+  // Of the copy in slot j: as its relay, the part of the sum that this rank forms; else what its owner, if that is this
+  // rank, adds of it: the relay's part, or without relays the sum itself, once.
+  HEP_DEVICE bool part(int j, int piece, bool relays) {
+    const SpareCopy copy = table_[j];
+    const int owned = relays ? -1 : copy.owned_by(p.world.rank, p);
+    if (relays ? !copy.relays_in(piece) : owned < 0 || !copy.is_owners_in(piece)) return true;
+    const int first = table_.first(copy.expert);
+    const bool sums = relays || !copy.relays;
+    if (!relays && sums && j != first) return true;
+    const auto units = [this](uint32_t m) { return p.matrices[m].sum_units(); };
+    if (is_empty(p, copy, copy.owners_part(), piece, units)) return true;
+    if (!(sums ? await_copies(first) : await_sum(j, piece))) return false;
+    for (uint32_t m = 0; m < p.num_matrices; ++m) {
+      const uint64_t to =
+          relays ? p.gradients_of(j, m) : a.ld_global(p.experts + uint64_t(uint32_t(owned)) * p.num_matrices + m);
+      const SparePart vectors = SparePart::of(units(m), copy, copy.owners_part(), piece);
+      for (int times = owned >= 0 && m == 0 && injected(Bug::kCloneGradientTwice) ? 2 : 1; times; --times)
+        fold(vectors, m, sums ? first : j, sums, reinterpret_cast<float*>(to), !relays);
+    }
+    if (relays) say_summed(copy, j, piece);
+    return true;
   }
-  HEP_DEVICE void add(const SpareMatrix& m, int holder, int slot, float* sum) {
-    const auto* from = reinterpret_cast<const Vec16*>(p.at(holder, p.gradients) + m.gradients_at +
-                                                      uint64_t(uint32_t(slot)) * m.elements * 4);
-    const uint64_t vectors = m.elements / 4, width = uint64_t(a.num_blocks() * a.num_warps()) * A::kLanes;
-    const bool whole = reinterpret_cast<uint64_t>(sum) % sizeof(Vec16) == 0;
-    for (uint64_t i = uint64_t(a.block_idx() * a.num_warps() + a.warp_idx()) * A::kLanes + uint64_t(a.lane());
-         i < vectors; i += kAhead * width) {
-      Vec16 gradient[kAhead];
-      HEP_UNROLL
-      for (int u = 0; u < kAhead; ++u) {
-        const uint64_t at = i + uint64_t(u) * width;
-        gradient[u] = a.ld_global(from + (at < vectors ? at : i));
+  HEP_DEVICE void say_summed(const SpareCopy& copy, int own, int piece) {
+    a.warp_sync();  // what the warp's lanes have summed, one speaks for
+    if (!a.elect_one()) return;
+    uint64_t* const summed = p.summed + own % int(p.spare_slots) * SpareParams::kPieces + piece;
+    const bool last = last_of(a.add_acq_rel_sys(summed, 1), summed, uint64_t(a.num_blocks() * a.num_warps()));
+    if (last || injected(Bug::kSumToldByEveryWarp)) a.st_release_sys(p.sum_flag(copy.owner(p), own, piece), epoch_);
+  }
+  HEP_DEVICE bool await_copies(int first) {
+    if (a.elect_one() && !injected(Bug::kCloneGradientsUnawaited))
+      for (int j = first; j >= 0; j = table_.next(j)) await_holder(p.flag(p.world.rank, p.ready, p.rank_of(j)), j);
+    return a.warp_whole();
+  }
+  HEP_DEVICE bool await_sum(int j, int piece) {
+    if (a.elect_one() && !injected(Bug::kSumUnawaited)) await_holder(p.sum_flag(p.world.rank, j, piece), j);
+    return a.warp_whole();
+  }
+  HEP_DEVICE void await_holder(const uint64_t* flag, int64_t j) {
+    a.wait_ge_sys(flag, epoch_, {Site::kCloneGradients, p.rank_of(int(j)), j});
+  }
+
+  // The sum of the copies from `first` on, or its gradient alone, into `to`, or added to what is there.
+  HEP_DEVICE void fold(const SparePart& part, uint32_t m, int first, bool all, float* to, bool adds) {
+    const uint32_t width = uint32_t(a.num_blocks() * a.num_warps()) * A::kLanes;
+    const uint32_t lane = uint32_t(a.block_idx() * a.num_warps() + a.warp_idx()) * A::kLanes + uint32_t(a.lane());
+    const bool whole = reinterpret_cast<uint64_t>(to) % sizeof(Vec16) == 0;
+    for (uint64_t i = part.begin + lane; i < part.end; i += kVectors * width) {
+      Vec16 total[kVectors]{};
+      for (int j = first; j >= 0;) {
+        Vec16 v[kCopies][kVectors];
+        const bool begins = j == first;
+        int found = 0;
+        HEP_UNROLL
+        for (int u = 0; u < kCopies; ++u) {
+          if (j < 0) continue;
+          const auto* const from = reinterpret_cast<const Vec16*>(p.gradients_of(j, m));
+          HEP_UNROLL
+          for (int w = 0; w < kVectors; ++w) {
+            const uint64_t at = i + uint64_t(w) * width;
+            v[u][w] = a.ld_global(from + (at < part.end ? at : i));
+          }
+          found = u + 1;
+          j = all ? table_.next(j) : -1;
+        }
+        HEP_UNROLL
+        for (int u = 0; u < kCopies; ++u) {
+          if (u >= found) continue;
+          HEP_UNROLL
+          for (int w = 0; w < kVectors; ++w) total[w] = begins && u == 0 ? v[u][w] : sum_of(total[w], v[u][w]);
+        }
       }
       HEP_UNROLL
-      for (int u = 0; u < kAhead; ++u) {
-        const uint64_t at = i + uint64_t(u) * width;
-        if (at < vectors) add_vector(sum + 4 * at, gradient[u], whole);
-      }
+      for (int w = 0; w < kVectors; ++w)
+        if (const uint64_t at = i + uint64_t(w) * width; at < part.end) put(to + 4 * at, total[w], adds, whole);
     }
   }
+  HEP_DEVICE static Vec16 sum_of(Vec16 v, const Vec16& more) {
+    HEP_UNROLL
+    for (int k = 0; k < 4; ++k)
+      v.w[k] = std::bit_cast<uint32_t>(std::bit_cast<float>(v.w[k]) + std::bit_cast<float>(more.w[k]));
+    return v;
+  }
   // A sum may begin at any element: those of Megatron's gradient buffers do.
-  HEP_DEVICE void add_vector(float* sum, const Vec16& gradient, bool whole) {
+  HEP_DEVICE void put(float* to, const Vec16& sum, bool adds, bool whole) {
     if (whole) {
-      auto* const vector = reinterpret_cast<Vec16*>(sum);
-      Vec16 v = a.ld_global(vector);
-      HEP_UNROLL
-      for (int k = 0; k < 4; ++k)
-        v.w[k] = std::bit_cast<uint32_t>(std::bit_cast<float>(v.w[k]) + std::bit_cast<float>(gradient.w[k]));
-      a.st_global(vector, v);
+      auto* const vector = reinterpret_cast<Vec16*>(to);
+      a.st_global(vector, adds ? sum_of(a.ld_global(vector), sum) : sum);
       return;
     }
     HEP_UNROLL
-    for (int k = 0; k < 4; ++k) a.st_global(sum + k, a.ld_global(sum + k) + std::bit_cast<float>(gradient.w[k]));
+    for (int k = 0; k < 4; ++k) a.st_global(to + k, a.ld_global(to + k) + std::bit_cast<float>(sum.w[k]));
   }
 
   A& a;
   const SpareParams& p;
-  const int32_t* const clones_;
+  const SpareTable<A>& table_;
   const uint64_t epoch_;
 };
 

@@ -17,10 +17,15 @@ struct SpareProgress {
 struct SpareMatrix {
   uint64_t bytes, weights_at;  // of one expert's weights; of the stack, in the region
   uint64_t elements, gradients_at;
+
+  // What parts of a matrix are counted in: 16 bytes of weights, 16 of gradients.
+  HEP_DEVICE uint32_t weight_units() const { return uint32_t(bytes / sizeof(Vec16)); }
+  HEP_DEVICE uint32_t sum_units() const { return uint32_t(elements / 4); }
 };
 
 struct SpareParams {
   static constexpr uint64_t kStride = BufferLayout::kFlagStride / 8;
+  static constexpr int kPieces = int(SpareShape::kMostPieces);
 
   World world;  // of one node
   SpareProgress* progress;
@@ -31,47 +36,44 @@ struct SpareParams {
   const int64_t* columns;      // [E] of each expert's owner in a map over physical slots
   // [owners][matrices] addresses: of weights to be pushed, or of fp32 sums that gradients are added to.
   const uint64_t* experts;
-  uint64_t* stored;  // [R][S] warps that have stored their part of a slot; zero between pushes
+  // Warps that have stored their share of a piece of what a slot gets from this rank [R][S][pieces], and that have
+  // summed theirs of this rank's own slots [S][pieces]; zero between kernels.
+  uint64_t *stored, *summed;
   // Registered memory: regions by their bytes from a rank's receive rows, which `recv` [L] has. Flags have a line each.
   unsigned char* const* recv;
   int64_t weights, gradients;
-  int64_t free, full, ready, taken;  // [L] by rank, [S] by slot, [L], [L]
+  int64_t free, full, ready, sums,
+      taken;  // [L] by rank, [S][L][pieces] by slot and who stores, [L], [L][S][pieces], [L]
   // Set for a launch: a warp's stages, and how far those of the next lie behind them.
   FifoLayout fifo;
   uint64_t fifo_stride;
 
   HEP_DEVICE int num_slots() const { return world.num_ranks() * int(spare_slots); }
+  HEP_DEVICE int rank_of(int slot) const { return slot / int(spare_slots); }
   HEP_DEVICE unsigned char* at(int rank, int64_t region) const {
     return reinterpret_cast<unsigned char*>(reinterpret_cast<uint64_t>(recv[rank]) + uint64_t(region));
   }
   HEP_DEVICE uint64_t* flag(int rank, int64_t region, int number) const {
     return reinterpret_cast<uint64_t*>(at(rank, region)) + uint64_t(number) * kStride;
   }
+  // Of a slot of `rank`: what `source` has stored of a piece is there.
+  HEP_DEVICE uint64_t* full_flag(int rank, int slot, int source, int piece) const {
+    return flag(rank, full, (slot * world.num_ranks() + source) * kPieces + piece);
+  }
+  // Of a slot of the group, in its owner's memory: the part of the sum that its holder forms.
+  HEP_DEVICE uint64_t* sum_flag(int rank, int slot, int piece) const {
+    return flag(rank, sums, slot * kPieces + piece);
+  }
+  // Addresses of matrix m in a slot of the group.
+  HEP_DEVICE uint64_t weights_of(int slot, uint32_t m) const {
+    const uint64_t before = uint64_t(slot % int(spare_slots)) * matrices[m].bytes;
+    return reinterpret_cast<uint64_t>(at(rank_of(slot), weights)) + matrices[m].weights_at + before;
+  }
+  HEP_DEVICE uint64_t gradients_of(int slot, uint32_t m) const {
+    const uint64_t before = uint64_t(slot % int(spare_slots)) * matrices[m].elements * 4;
+    return reinterpret_cast<uint64_t>(at(rank_of(slot), gradients)) + matrices[m].gradients_at + before;
+  }
   HEP_DEVICE int width() const { return int(num_owners + spare_slots); }
 };
-
-// Of a column: the rank, and the owner's place there.
-template <class A>
-HEP_DEVICE int owner_of(A& a, const SpareParams& p, int expert) {
-  return int(a.ld_global(p.columns + expert)) / p.width();
-}
-
-// By all lanes of a block, which meet: for every slot of the group, which of this rank's experts is cloned there, -1:
-// none of them. A walk over the plan would wait for memory twice a slot.
-template <class A>
-HEP_DEVICE bool find_own_clones(A& a, const SpareParams& p, int32_t* clones) {
-  for (int j = a.warp_idx() * A::kLanes + a.lane(); j < p.num_slots(); j += a.num_warps() * A::kLanes) {
-    const int expert = a.ld_global(p.slot_expert + j);
-    const int column = expert < 0 ? -1 : int(a.ld_global(p.columns + expert));
-    const bool own = column >= 0 && column / p.width() == p.world.rank;
-    a.st_shared(clones + j, own ? column % p.width() : -1);
-  }
-  return a.block_whole();
-}
-
-// Of the table above, in a block's shared memory.
-HEP_HOST_DEVICE uint64_t clone_table_bytes(const SpareParams& p) {
-  return align_up(4 * uint64_t(p.world.num_ranks()) * p.spare_slots, 128);
-}
 
 }  // namespace hep

@@ -7,8 +7,8 @@ namespace hep {
 
 void Engine::make_spare_state() {
   if (!shape_.spares.spare_slots) return;
-  const uint64_t slots = uint64_t(world_.num_ranks()) * shape_.spares.spare_slots;
-  spare_state_ = executor_->allocate(align_up(sizeof(SpareProgress), 64) + 8 * slots);
+  const uint64_t slots = uint64_t(world_.num_ranks() + 1) * shape_.spares.spare_slots;
+  spare_state_ = executor_->allocate(align_up(sizeof(SpareProgress), 64) + 8 * slots * SpareShape::kMostPieces);
 }
 
 SpareParams Engine::spare_params(const SpareCall& c) const {
@@ -23,6 +23,7 @@ SpareParams Engine::spare_params(const SpareCall& c) const {
   auto* const state = static_cast<unsigned char*>(spare_state_.get());
   p.progress = reinterpret_cast<SpareProgress*>(state);
   p.stored = reinterpret_cast<uint64_t*>(state + align_up(sizeof(SpareProgress), 64));
+  p.summed = p.stored + uint64_t(world_.num_ranks()) * s.spare_slots * SpareShape::kMostPieces;
   p.spare_slots = s.spare_slots;
   p.num_owners = s.num_owners;
   p.num_matrices = s.num_matrices;
@@ -39,6 +40,7 @@ SpareParams Engine::spare_params(const SpareCall& c) const {
   p.free = region(layout_.spare_free);
   p.full = region(layout_.spare_full);
   p.ready = region(layout_.gradients_ready);
+  p.sums = region(layout_.gradients_summed);
   p.taken = region(layout_.gradients_taken);
   return p;
 }

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 namespace hep::sim {
 namespace {
@@ -193,10 +194,13 @@ void CloneProgram::collect(uint32_t plan, uint32_t round, const ProgramPoint& at
   std::memset(memory.get(), 0x7f, engine_.spare_bytes(true));
   for (size_t i = 0; i < sums.size(); ++i)
     for (uint64_t e = 0; e < sums[i].size(); ++e) {
-      float wanted = kSumBefore;
-      for (size_t slot = 0; slot < oracles_[plan].slot_expert.size(); ++slot)
-        if (oracles_[plan].slot_expert[slot] == experts[i / shape.num_matrices])
-          wanted += gradient_of(salt, slot, uint32_t(i % shape.num_matrices), e);
+      std::optional<float> clones;
+      for (size_t slot = 0; slot < oracles_[plan].slot_expert.size(); ++slot) {
+        if (oracles_[plan].slot_expert[slot] != experts[i / shape.num_matrices]) continue;
+        const float one = gradient_of(salt, slot, uint32_t(i % shape.num_matrices), e);
+        clones = clones ? *clones + one : one;
+      }
+      const float wanted = kSumBefore + clones.value_or(0);
       at.expect(std::bit_cast<uint32_t>(sums[i][e]) == std::bit_cast<uint32_t>(wanted), "element ", e,
                 " of the gradient of expert ", experts[i / shape.num_matrices], " is ", sums[i][e], ", not ", wanted);
     }

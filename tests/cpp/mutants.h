@@ -131,9 +131,10 @@ inline constexpr Bug kLatencyRailBugs[] = {
 // Of clones: simulated worlds with spare slots, and those of test_balance.cpp, test_spares.cpp and, the first,
 // test_plan_clones.cpp.
 inline constexpr Bug kCloneBugs[] = {
-    Bug::kShareNotLocalFirst, Bug::kCloneCountsToldEarly, Bug::kCloneCountsOneStepOld,   Bug::kCloneShareOfAnother,
-    Bug::kSlotNotAwaitedFree, Bug::kSlotFullBeforeStores, Bug::kSlotFullByEveryWarp,     Bug::kWeightsInAnotherSlot,
-    Bug::kWeightsUnawaited,   Bug::kCloneGradientTwice,   Bug::kCloneGradientsUnawaited, Bug::kCloneGradientsNotTaken,
+    Bug::kShareNotLocalFirst,   Bug::kCloneCountsToldEarly, Bug::kCloneCountsOneStepOld,   Bug::kCloneShareOfAnother,
+    Bug::kSlotNotAwaitedFree,   Bug::kSlotFullBeforeStores, Bug::kSlotFullByEveryWarp,     Bug::kWeightsInAnotherSlot,
+    Bug::kWeightsUnawaited,     Bug::kCloneGradientTwice,   Bug::kCloneGradientsUnawaited, Bug::kCloneGradientsNotTaken,
+    Bug::kPartRelayedUnawaited, Bug::kSumUnawaited,         Bug::kSumToldByEveryWarp,
 };
 
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.

@@ -3,6 +3,7 @@ without a wait of the host, and in a CUDA graph that is replayed with another pl
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -139,10 +140,10 @@ class Layers:
                     assert e < 0 or torch.equal(self.seen[layer][n][s].cpu(), drawn(SHAPES[n], seed, e, n))
             for own, e in enumerate(owners.experts_of(self.rank)):
                 for n in MATRICES:
-                    wanted = torch.zeros(SHAPES[n])
-                    for _ in range(times):
-                        for holder, slot in (plan == e).nonzero().tolist():
-                            wanted += drawn((self.spare, *SHAPES[n]), seed, holder, n, 9)[slot]
+                    wanted, holders = torch.zeros(SHAPES[n]), (plan == e).nonzero().tolist()
+                    given = [drawn((self.spare, *SHAPES[n]), seed, holder, n, 9)[slot] for holder, slot in holders]
+                    for _ in range(times if given else 0):
+                        wanted += functools.reduce(torch.add, given)
                     assert torch.equal(self.sums[layer][own][n].cpu(), wanted), (layer, e, n)
         return clones
 

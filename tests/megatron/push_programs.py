@@ -23,6 +23,7 @@ from balance_programs import (
 from rank_programs import EXPERTS, initialize
 
 import megatron_patches
+from hybrid_ep.balance import MicrobatchPlan
 from hybrid_ep.spares import SpareSlots
 from megatron_patches import balance_kernels, balance_push
 from megatron_patches.balance import ExactManager
@@ -62,6 +63,19 @@ def bit_equality(ep, spare_slots, grouped):
     return True
 
 
+def hot_plan(manager):
+    """All other ranks hold a clone of the last rank's last expert."""
+
+    def plan(counts):
+        counts = np.ascontiguousarray(counts, dtype=np.int64)
+        slots = np.full((len(counts), manager.planner.options.spare_slots), -1, np.int32)
+        slots[:-1, 0] = EXPERTS - 1
+        tokens = np.where(slots >= 0, counts.sum(axis=0)[-1] // len(counts), 0)
+        return MicrobatchPlan(slots, tokens, counts, manager.owners.rank_of, manager.planner.options)
+
+    return plan
+
+
 def rounding(ep):
     """Numbers that round: torch's path and the kernels' give the same bits in main_grad all the same."""
     groups, seen = initialize(ep), []
@@ -73,7 +87,7 @@ def rounding(ep):
             parameter.data += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
             parameter.main_grad.normal_(generator=torch.Generator().manual_seed(1))
         for dispatcher, _ in layers.pairs:
-            dispatcher._comm_manager.plan_with = random_plan(7, dispatcher._comm_manager)
+            dispatcher._comm_manager.plan_with = hot_plan(dispatcher._comm_manager)
         hidden, maps, probs = batch(3, groups.ep.rank())
         out = layers.forward((hidden * 0.3).requires_grad_(), maps, probs * 0.7)
         (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()

@@ -1,7 +1,9 @@
-"""SpareSlots: weights of clones arrive whole in the slots of their holders, gradients at home in the plan's order."""
+"""SpareSlots: weights of clones arrive whole in the slots of their holders, gradients at home, summed in the plan's
+order."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -91,12 +93,16 @@ def train(
                 stack[s].copy_(gradient(layer, rank, s, n))
         sums = [[drawn(SHAPES[n], seed, layer, e, n, 5) for n in range(len(SHAPES))] for e in mine]
         on_device = [[x.to(device, copy=True) for x in one] for one in sums]
-        wanted = [[x.clone() for x in one] for one in sums]
-        for r in range(num_ranks):
-            for s, e in enumerate(plan[r].tolist()):
-                if e in mine:
-                    for n, total in enumerate(wanted[mine.index(e)]):
-                        total.add_(gradient(layer, r, s, n))
+        holders = {e: [(r, s) for (r, s), found in np.ndenumerate(plan.numpy()) if found == e] for e in mine}
+        wanted = [
+            [
+                x + functools.reduce(torch.add, [gradient(layer, r, s, n) for r, s in holders[e]])
+                if holders[e]
+                else x.clone()
+                for n, x in enumerate(one)
+            ]
+            for e, one in zip(mine, sums, strict=True)
+        ]
         slots.collect(plan.to(device), on_device, owners)
         idle()
         pairs = zip(on_device, wanted, strict=True)

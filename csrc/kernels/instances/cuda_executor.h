@@ -273,13 +273,13 @@ class CudaExecutor final : public Executor {
   void await_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
     if constexpr (kHasSpareSlots<Net>)
-      launch<SpareParams>(await_weights_entry<Net>, p, s, 1, CudaArch::kLanes, 0);
+      launch<SpareParams>(await_weights_entry<Net>, p, s, 1, CudaArch::kLanes, SpareTable<CudaArch>::bytes(p));
     else
       no_spares();
   }
   void collect_gradients(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
-    const uint64_t shared = clone_table_bytes(p);
+    const uint64_t shared = SpareTable<CudaArch>::bytes(p);
     if constexpr (kHasSpareSlots<Net>)
       launch<SpareParams>(collect_gradients_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
     else

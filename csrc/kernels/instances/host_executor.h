@@ -66,10 +66,10 @@ class HostExecutor final : public Executor {
            [&](A& a, std::byte* smem) { push_weights_kernel(a, p, smem); });
   }
   void await_weights(const SpareParams& p, const LaunchSettings& s) override {
-    launch(s, 1, 1, 0, [&](A& a, std::byte*) { await_weights_kernel(a, p); });
+    launch(s, 1, 1, SpareTable<A>::bytes(p), [&](A& a, std::byte* smem) { await_weights_kernel(a, p, smem); });
   }
   void collect_gradients(const SpareParams& p, const LaunchSettings& s) override {
-    launch(s, s.num_blocks, kSpareWarps<A>, clone_table_bytes(p),
+    launch(s, s.num_blocks, kSpareWarps<A>, SpareTable<A>::bytes(p),
            [&](A& a, std::byte* smem) { collect_gradients_kernel(a, p, smem); });
   }
 

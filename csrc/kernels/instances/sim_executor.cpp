@@ -121,14 +121,15 @@ void SimExecutor::await_weights(const SpareParams& params, const LaunchSettings&
   SpareParams p = params;
   p.experts = nullptr;
   add_spares(p, 0, Use::kInput);
-  launch("await_weights", 1, 1, 0, {}, [&](SimArch& a, SimTransport&, std::byte*) { await_weights_kernel(a, p); });
+  launch("await_weights", 1, 1, SpareTable<SimArch>::bytes(p), {},
+         [&](SimArch& a, SimTransport&, std::byte* smem) { await_weights_kernel(a, p, smem); });
   m_.memory().drop_rank(rank_);
 }
 
 // Sums are there before, and are written once for each clone of their expert.
 void SimExecutor::collect_gradients(const SpareParams& p, const LaunchSettings& s) {
   add_spares(p, 4, Use::kMetadata);
-  launch("collect_gradients", s.num_blocks, kSpareWarps<SimArch>, clone_table_bytes(p), {},
+  launch("collect_gradients", s.num_blocks, kSpareWarps<SimArch>, SpareTable<SimArch>::bytes(p), {},
          [&](SimArch& a, SimTransport&, std::byte* smem) { collect_gradients_kernel(a, p, smem); });
   m_.memory().drop_rank(rank_);
 }

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 import experiment_balance_steps as steps
 
-from hybrid_ep.balance import MicrobatchPlanner
+from hybrid_ep.balance import MicrobatchOptions, MicrobatchPlan, MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models, routing, step_time
@@ -68,10 +68,38 @@ def test_a_row_timed_again_has_the_steps_of_its_exchange(pushed_us, monkeypatch)
 
 def test_pushes_are_charged_to_the_busiest_port():
     nic, nvlink = SMALL.cluster.nic.rate * 1e3, SMALL.cluster.gpu.nvlink_rate * 1e3
-    assert steps.port_us([], 1e6, SMALL) == 0
-    assert steps.port_us([(0, 1)], 1e6, SMALL) == pytest.approx(1e6 / nvlink)
-    assert steps.port_us([(0, 8), (0, 9), (1, 8)], 1e6, SMALL) == pytest.approx(2e6 / nic)
-    assert steps.port_us([(0, 8), (1, 8), (2, 8)], 1e6, SMALL) == pytest.approx(3e6 / nic)
+    assert steps.port_us([], SMALL) == 0
+    assert steps.port_us([(0, 1, 1e6)], SMALL) == pytest.approx(1e6 / nvlink)
+    assert steps.port_us([(0, 8, 1e6), (0, 9, 1e6), (1, 8, 1e6)], SMALL) == pytest.approx(2e6 / nic)
+    assert steps.port_us([(0, 8, 1e6), (1, 8, 2e6), (2, 8, 1e6)], SMALL) == pytest.approx(4e6 / nic)
+
+
+def hot(ranks, within=False):
+    """Expert 0, of rank 0, cloned to all other ranks."""
+    slots = np.zeros((ranks, 1), np.int32)
+    slots[0] = -1
+    options = MicrobatchOptions(num_nodes=1 if within else 2, within_node=within)
+    counts = np.zeros((ranks, ranks), np.int64)
+    return MicrobatchPlan(slots, slots.astype(np.int64), counts, np.arange(ranks, dtype=np.int32), options)
+
+
+def test_along_the_rails_a_node_gets_an_expert_once():
+    scatter, rail, spread = steps.by_rails(hot(16), 8)
+    assert sum(part for *_, part in scatter) == 7 / 8
+    assert sorted(rail) == [(j, 8 + j, 1 / 8) for j in range(8)]
+    got = np.zeros(16)
+    for _, to, part in spread:
+        got[to] += part
+    assert (got[8:] == 7 / 8).all() and (got[1:8] == 7 / 8).all() and got[0] == 0  # an eighth lies there already
+
+
+def test_from_clone_to_clone_each_port_carries_one_expert():
+    scatter, spread = steps.by_holders(hot(8, within=True))
+    sent, got = np.zeros(8), np.zeros(8)
+    for source, to, part in [*scatter, *spread]:
+        sent[source] += part
+        got[to] += part
+    assert sent == pytest.approx([1] + [6 / 7] * 7) and got == pytest.approx([0] + [1] * 7)
 
 
 def test_a_given_layer_takes_the_place_of_the_exchange_model():
