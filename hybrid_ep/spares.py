@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SpareSlots"]
 
-_BLOCKS = 8  # of a launch on a GPU of its own: a few SMs beside a dispatch's fill the links
+# Of a launch on a GPU of its own. A push copies in bulk, and a few SMs beside a dispatch's fill the links; a collection
+# loads, with nothing beside it: 64 blocks have a mebibyte on its way, what a link brings in one or two microseconds.
+_BLOCKS, _COLLECT_BLOCKS = 8, 64
 
 
 class SpareSlots:
@@ -50,8 +52,8 @@ class SpareSlots:
       (MicrobatchOptions(num_nodes=..., within_node=True)).
     * `spare_slots`, `num_owners`: slots for clones, and experts that live here, of every rank.
     * `shapes`, `dtype`: of the matrices of one expert (bf16, fp16 or fp32; each a multiple of 16 bytes).
-    * `timeout_s`, `executor`: as for HybridEPBuffer. `num_blocks`: of a launch (default: 8 on GPUs with ranks of their
-      own, else 1).
+    * `timeout_s`, `executor`: as for HybridEPBuffer. `num_blocks`: of a launch (default: on GPUs with ranks of
+      their own 8 of a push and 64 of a collection, else 1).
 
     weights: a tensor ``[spare_slots, *shape]`` of dtype for each matrix; gradients: the same in fp32. Both are zeros at
     first, and registered memory for the life of the object.
@@ -105,7 +107,9 @@ class SpareSlots:
         whole = o.agree(meet)
         alone = o.device.type == "cuda" and not view.virtual
         self._num_ranks, self._node = whole.num_ranks, None
-        self._num_blocks = num_blocks or (_BLOCKS if alone else 1)
+        most = torch.cuda.get_device_properties(o.device).multi_processor_count if alone else 1
+        self._num_blocks = num_blocks or min(_BLOCKS, most)
+        self._collect_blocks = num_blocks or min(_COLLECT_BLOCKS, most)
         if whole.num_nodes == 1:
             self._session = self._set_up(meet, whole, o)
         else:
@@ -176,7 +180,8 @@ class SpareSlots:
 
     def wait(self) -> None:
         """Until the slots of this rank hold the weights of the last push; on a GPU the stream waits, not the host.
-        Raises ValueError where nothing was pushed, DeadlineError, which names the owner."""
+        Raises ValueError where nothing was pushed, DeadlineError, which names the owner, or a rank that was to pass its
+        weights on."""
         with self._entered() as session:
             if self._pushed is None:
                 raise ValueError("wait: no push is under way; call push(plan, weights) first")
@@ -193,12 +198,12 @@ class SpareSlots:
         """Adds the gradients of clones, which lie in `gradients` of the ranks that hold them, to their owners' sums:
         in fp32, those of an expert summed in the order of the plan, (rank, slot) ascending. Collective.
 
-        sums fp32 [owners][matrices], contiguous. plan, owners: of the push. Behind it `gradients` may be written again.
-        Raises ValueError, DeadlineError."""
+        sums fp32 [owners][matrices], contiguous. plan, owners: of the push. `gradients` are used up: ranks form sums of
+        several clones in them. Behind it they may be written again. Raises ValueError, DeadlineError."""
         with self._entered() as session:
             slot_expert, columns = self._plan(session, plan, owners)
             table = spares.addresses(session, self._tables, "sums", sums, self._layout, torch.float32, 4)
-            session.engine.collect_gradients(slot_expert, columns, table, self._num_blocks)
+            session.engine.collect_gradients(slot_expert, columns, table, self._collect_blocks)
 
     def memory_report(self) -> memory.MemoryReport:
         """Registered bytes of this rank by region, exact."""

@@ -11,6 +11,7 @@ no-sync accumulation.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -97,6 +98,11 @@ class Transfer:
             self.work = dist.batch_isend_irecv(self.operations)
         return self
 
+    def follow(self) -> None:
+        """The current stream of a GPU waits, and the host goes on: nccl's handles hold it up for a deadline alone."""
+        for one in self.work:
+            one.wait()
+
     def wait(self) -> None:
         """DeadlineError when a peer does not answer in time or is gone."""
         wait_for(self.work, self.what, self.group.rank())
@@ -105,35 +111,31 @@ class Transfer:
 
 class Steps:
     """Transfers one after the other, each made when the one before has come. On a GPU all are queued at once, on a
-    stream of their own; hosts start the first, and `wait` does the rest."""
+    stream of their own, which waits for them where the host does not; hosts start the first, and `wait` does the
+    rest."""
 
     def __init__(self, steps: Iterator[Transfer], device: torch.device) -> None:
         self._steps = steps
-        self._under_way: Transfer | None = None
+        self._under_way: list[Transfer] = []
         self._side = _side_stream(device) if device.type == "cuda" else None
         if self._side is None:
-            self._under_way = self._started_next()
+            self._under_way = [step.start() for step in itertools.islice(steps, 1)]
             return
         self._side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._side):
-            self._finish()
+            for step in steps:
+                self._under_way.append(step.start())
+                step.follow()
 
     def wait(self) -> None:
         """DeadlineError when a peer does not answer in time or is gone."""
-        self._finish()
+        for step in self._under_way:
+            step.wait()
+        for step in self._steps:  # none on a GPU
+            step.start().wait()
+        self._under_way = []
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
-
-    def _finish(self) -> None:
-        step = self._under_way or self._started_next()
-        while step is not None:
-            step.wait()
-            step = self._started_next()
-        self._under_way = None
-
-    def _started_next(self) -> Transfer | None:
-        step = next(self._steps, None)
-        return step and step.start()
 
 
 @functools.cache
@@ -181,16 +183,16 @@ class CloneExperts:
     def collect_gradients(
         self, work: Any, gradients: list[torch.Tensor], add: Callable[[int, int, torch.Tensor], None]
     ) -> None:
-        """Bring clone gradients to the owners: `add(expert, n, sum)`, once for each expert with clones and matrix.
+        """Bring clone gradients to the owners: `add(expert, n, sum)`, once for each relay and matrix.
 
         gradients: fp32 [slots, *shape] on this rank, for every matrix n."""
-        for step in self._rails("clone gradients").collect(
+        steps = self._rails("clone gradients").collect(
             work,
             self.weights.sizes,
             gradient=lambda slot, n: gradients[n][slot].view(-1),
             add=lambda expert, n, total: add(expert, n, total.view(self.weights.shapes[n])),
-        ):
-            step.start().wait()
+        )
+        Steps(steps, self.stacks[0].device).wait()
 
     def _rails(self, what: str) -> Rails[Transfer]:
         return Rails(self.group.rank(), self.ranks_per_node, lambda: Transfer(self.group, what))

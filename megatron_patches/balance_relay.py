@@ -101,7 +101,7 @@ class Rails(Generic[M]):
         gradient: Callable[[int, int], torch.Tensor],
         add: Callable[[int, int, torch.Tensor], None],
     ) -> Iterator[M]:
-        """Gradients of relayed experts' clones to their owners: add(expert, n, sum [sizes[n]]), once for each.
+        """Gradients of relayed experts' clones to their owners: add(expert, n, sum [sizes[n]]), once for each relay.
 
         gradient(slot, n): of matrix n in a slot of this rank, contiguous. The clones of a node are summed, rank and
         slot ascending, then the sums of the nodes, in the order of the relay.

@@ -21,10 +21,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Relay:
-    """An expert with clones.
+    """An expert with clones, for some of the nodes that have some.
 
-    nodes: those that have some, from the owner's on, going round: owners on different nodes begin with different ones.
-    Of each the clones there, (rank, slot) ascending.
+    nodes: in their order from the owner's on, going round: owners on different nodes begin with different ones. Of each
+    the clones there, (rank, slot) ascending.
     """
 
     expert: int
@@ -36,8 +36,8 @@ def relays(slot_expert: Any, owner: Any, ranks_per_node: int) -> list[list[Relay
     """The relays of a plan, in rounds that end one after the other; [] for a plan without clones.
 
     slot_expert: int [R, S], -1 for an empty slot; owner: int [E], the rank of each expert. A round has of every owner
-    at most S experts, and of the experts of a node at most as many (expert, node) pairs as it has slots, or else one
-    expert: so what a rank holds for others in a round is about what its own slots hold.
+    at most S relays, and of the experts of a node at most as many (expert, node) pairs as it has slots; an expert with
+    clones on more nodes has several relays. So what a rank holds for others in a round is what its own slots hold.
     """
     slot_expert, owner = np.asarray(slot_expert), np.asarray(owner)
     ranks, slots = np.nonzero(slot_expert >= 0)
@@ -51,14 +51,19 @@ def relays(slot_expert: Any, owner: Any, ranks_per_node: int) -> list[list[Relay
     for expert, found in clones.items():
         home = int(owner[expert]) // ranks_per_node
         nodes = {node: found[node] for node in sorted(found, key=lambda node: (node - home) % num_nodes)}
-        relay = Relay(expert, int(owner[expert]), nodes)
-        number, pairs, of_owner = filled.get(home, (0, 0, {}))
-        count = of_owner.get(relay.owner, 0)
-        if pairs and (pairs + len(nodes) > ranks_per_node * num_slots or count == num_slots):
-            number, pairs, of_owner, count = number + 1, 0, {}, 0
-        of_owner[relay.owner] = count + 1
-        filled[home] = number, pairs + len(nodes), of_owner
-        if number == len(rounds):
-            rounds.append([])
-        rounds[number].append(relay)
+        for part in _parts(list(nodes.items()), ranks_per_node * num_slots):
+            relay = Relay(expert, int(owner[expert]), dict(part))
+            number, pairs, of_owner = filled.get(home, (0, 0, {}))
+            count = of_owner.get(relay.owner, 0)
+            if pairs + len(part) > ranks_per_node * num_slots or count == num_slots:
+                number, pairs, of_owner, count = number + 1, 0, {}, 0
+            of_owner[relay.owner] = count + 1
+            filled[home] = number, pairs + len(part), of_owner
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append(relay)
     return rounds
+
+
+def _parts(nodes: list[Any], most: int) -> list[list[Any]]:
+    return [nodes[i : i + most] for i in range(0, len(nodes), most)]

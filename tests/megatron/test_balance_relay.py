@@ -1,9 +1,11 @@
 """Weights to clones and their gradients home, of all ranks of a world in one process: messages are matched
 by their order between two ranks, as torch.distributed does, and no tensor is written before its step."""
 
+import contextlib
 import functools
 import itertools
 from collections import defaultdict, deque
+from unittest import mock
 
 import numpy as np
 import parity_world
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from test_dispatcher import Program
 
 from hybrid_ep.balance.relays import relays
-from megatron_patches import balance_relay
+from megatron_patches import balance_push, balance_relay
 from megatron_patches.balance_relay import Rails
 
 
@@ -130,7 +132,7 @@ def gradients_of(rank, slot_expert, sizes):
 
 
 def collected(world):
-    """(expert, n) -> what add was called with, of all ranks; each call once, on the owner."""
+    """(expert, n) -> what add was called with, of all ranks and calls, on the owner."""
     slot_expert, owner, width, sizes = world
     rounds, found = relays(slot_expert, owner, width), {}
     given_, walks = [], []
@@ -138,8 +140,8 @@ def collected(world):
         mine = gradients_of(rank, slot_expert, sizes)
 
         def add(expert, n, total, rank=rank):
-            assert owner[expert] == rank and (expert, n) not in found
-            found[expert, n] = total
+            assert owner[expert] == rank
+            found.setdefault((expert, n), []).append(total)
 
         given_.append(mine)
         walks.append(rails.collect(rounds, sizes, lambda slot, n, mine=mine: mine[n][slot], add))
@@ -150,7 +152,7 @@ def collected(world):
 
 
 def summed(world):
-    """The same by the rule: clones of a node in order, then nodes, the owner's first."""
+    """The same by the rule: clones of a node in order, then nodes, the owner's first, as many as a relay has."""
     slot_expert, owner, width, sizes = world
     ranks, found = len(slot_expert), {}
     for expert, n in itertools.product(range(len(owner)), range(len(sizes))):
@@ -164,16 +166,22 @@ def summed(world):
                 if slot_expert[rank, slot] == expert
             ]
             of_nodes += [functools.reduce(torch.add, of_node)] if of_node else []
-        if of_nodes:
-            found[expert, n] = functools.reduce(torch.add, of_nodes)
+        most = width * slot_expert.shape[1]  # nodes of a relay
+        for i in range(0, len(of_nodes), most):
+            found.setdefault((expert, n), []).append(functools.reduce(torch.add, of_nodes[i : i + most]))
     return found
+
+
+def same(found, wanted):
+    return found.keys() == wanted.keys() and all(
+        len(found[key]) == len(wanted[key]) and all(map(torch.equal, found[key], wanted[key])) for key in wanted
+    )
 
 
 @given(worlds())
 def test_owners_get_the_sums_in_the_order_that_is_said(world):
     found, wanted = collected(world), summed(world)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert same(found, wanted)
 
 
 HOT = np.array([[0], [-1], [-1], [0], [0], [0], [0], [0], [0]]), np.array([1, 5]), 3, [300, 1]  # expert 0 everywhere
@@ -182,9 +190,7 @@ HOT = np.array([[0], [-1], [-1], [0], [0], [0], [0], [0], [0]]), np.array([1, 5]
 @pytest.mark.parametrize("broken", ["stripe of another rank", "another order", "a clone left out", "a node left out"])
 def test_what_is_broken_is_noticed(monkeypatch, broken):
     """Mutants of the way home: the test above must fail with each."""
-    assert {key: total.tolist() for key, total in collected(HOT).items()} == {
-        key: total.tolist() for key, total in summed(HOT).items()
-    }
+    assert same(collected(HOT), summed(HOT))
     if broken == "stripe of another rank":
         inner = Rails._stripe
         monkeypatch.setattr(Rails, "_stripe", lambda self, whole, rank: inner(self, whole, rank + 1))
@@ -197,8 +203,59 @@ def test_what_is_broken_is_noticed(monkeypatch, broken):
         found = collected(HOT)
     except AssertionError:
         return
-    wanted = summed(HOT)
-    assert found.keys() != wanted.keys() or not all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert not same(found, summed(HOT))
+
+
+# ---- one step after the other
+
+
+class Recorded:
+    def __init__(self, number, log):
+        self.number, self.log = number, log
+
+    def start(self):
+        self.log.append(f"start {self.number}")
+        return self
+
+    def follow(self):
+        self.log.append(f"follow {self.number}")
+
+    def wait(self):
+        self.log.append(f"wait {self.number}")
+
+
+def steps_of(log):
+    for number in range(3):
+        log.append(f"make {number}")
+        yield Recorded(number, log)
+    log.append("end")
+
+
+def test_a_host_waits_for_a_step_before_it_makes_the_next():
+    log = []
+    steps = balance_push.Steps(steps_of(log), torch.device("cpu"))
+    assert log == ["make 0", "start 0"]
+    steps.wait()
+    rest = ["wait 0", "make 1", "start 1", "wait 1", "make 2", "start 2", "wait 2", "end"]
+    assert log == ["make 0", "start 0", *rest]
+    steps.wait()
+    assert log == ["make 0", "start 0", *rest]
+
+
+def test_the_host_of_a_gpu_queues_all_steps_and_waits_at_the_end(monkeypatch):
+    """Streams that only record: no GPU takes part."""
+    log, side = [], mock.Mock(device="cuda:0")
+    side.wait_stream.side_effect = lambda _: log.append("side waits")
+    current = mock.Mock()
+    current.wait_stream.side_effect = lambda _: log.append("current waits")
+    monkeypatch.setattr(balance_push, "_side_stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    steps = balance_push.Steps(steps_of(log), torch.device("cuda"))
+    queued = [f"{what} {number}" for number in range(3) for what in ("make", "start", "follow")]
+    assert log == ["side waits", *queued, "end"]
+    steps.wait()
+    assert log[len(queued) + 2 :] == ["wait 0", "wait 1", "wait 2", "current waits"]
 
 
 # ---- in training, on gloo ranks

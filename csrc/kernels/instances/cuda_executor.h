@@ -273,7 +273,8 @@ class CudaExecutor final : public Executor {
   void await_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
     if constexpr (kHasSpareSlots<Net>)
-      launch<SpareParams>(await_weights_entry<Net>, p, s, 1, CudaArch::kLanes, SpareTable<CudaArch>::bytes(p));
+      launch<SpareParams>(await_weights_entry<Net>, p, s, 1, kThreads<kSpareWarps<CudaArch>>,
+                          SpareTable<CudaArch>::bytes(p));
     else
       no_spares();
   }

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads<kSpareWarps<CudaArch>>, 1)
 }
 
 template <class Net>
-__global__ void __launch_bounds__(CudaArch::kLanes, 1)
+__global__ void __launch_bounds__(kThreads<kSpareWarps<CudaArch>>, 1)
     await_weights_entry(const __grid_constant__ SpareParams p, Net, CudaControl* control) {
   CudaArch a(control);
   await_weights_kernel(a, p, dynamic_shared());
