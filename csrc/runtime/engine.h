@@ -154,8 +154,8 @@ class Engine {
   void balance(const RoutingInput& in, const BalanceCall& call);
   // Collective, where the shape has spares; all ranks in the same order, a wait for every push. Weights go to the slots
   // that the plan names; slots of this rank may be written as soon as it has launched the push. Then a wait for the
-  // weights in them. Gradients, which lie in this rank's registered memory, are added to their owners' sums, in the
-  // order of the plan; behind it they may be written again.
+  // weights in them. Gradients, which lie in this rank's registered memory, are summed in the order of the plan, where
+  // some of them lie, and the sums added to their owners'; behind it they may be written again.
   void push_weights(const SpareCall& call);
   void await_weights(const SpareCall& call);  // experts are not looked at
   void collect_gradients(const SpareCall& call);

@@ -279,13 +279,31 @@ def bit_equality(ep, spare_slots, grouped):
     return True
 
 
+def missed_of(groups, ep, off, *mutants):
+    """Names of the mutants, (name, owner, attribute, broken), with which training gives the bits of `off` on all ranks;
+    without them it does."""
+    missed = []
+    for name, owner, attribute, broken in mutants:
+        before = owner.__dict__[attribute]
+        setattr(owner, attribute, broken)
+        seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
+        setattr(owner, attribute, before)
+        differs = torch.tensor([0.0 if equal(seen, off) else 1.0])
+        dist.all_reduce(differs)  # a mutant may show on one rank only
+        if not differs.item():
+            missed.append(name)
+    seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
+    assert equal(seen, off)
+    return missed
+
+
 def mutants(ep, grouped):
     """Broken balancers that the comparison must notice; returns those it missed."""
     groups = initialize(ep)
     megatron_patches.apply()
     off, _ = train(groups, ep)
     megatron_patches.apply(balance="exact", spare_slots=2, grouped_gemm=grouped, balance_push="torch")
-    push, refill, clones = balance_push._Push, balance_push._Refill, balance_push.CloneExperts
+    refill, clones = balance_push._Refill, balance_push.CloneExperts
     collect, weights = clones.collect_gradients, balance_experts.ExpertWeights
     part = weights.part
 
@@ -304,29 +322,19 @@ def mutants(ep, grouped):
     def no_refill(ctx, gradient):
         return None, None, gradient
 
-    missed, in_messages = (
-        [],
-        [
-            ("doubled", clones, "collect_gradients", scaled(2)),
-            ("averaged", clones, "collect_gradients", scaled(0.5)),
-            ("wrong slot", clones, "collect_gradients", wrong_slot),
-        ],
+    in_messages = (
+        ("doubled", clones, "collect_gradients", scaled(2)),
+        ("averaged", clones, "collect_gradients", scaled(0.5)),
+        ("wrong slot", clones, "collect_gradients", wrong_slot),
     )
-    for name, owner, attribute, broken in (
-        *([("wrong expert", weights, "part", wrong_expert)] if grouped else in_messages),
+    missed = missed_of(
+        groups,
+        ep,
+        off,
+        *((("wrong expert", weights, "part", wrong_expert),) if grouped else in_messages),
         ("one clone of several", balance_relay, "_in_order", first_alone),
         ("no refill", refill, "backward", staticmethod(no_refill)),
-    ):
-        before = owner.__dict__[attribute]
-        setattr(owner, attribute, broken)
-        seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
-        setattr(owner, attribute, before)
-        differs = torch.tensor([0.0 if equal(seen, off) else 1.0])
-        dist.all_reduce(differs)  # a mutant may show on one rank only
-        if not differs.item():
-            missed.append(name)
-    seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
-    assert equal(seen, off) and push is balance_push._Push
+    )
     megatron_patches.revert()
     return missed
 
