@@ -12,6 +12,8 @@ no host reads the plan, and nothing is allocated::
     ...                                    # experts and clones, forward and backward
     slots.gradients[n].copy_(...)          # of each stack of matrices
     slots.collect(routed.plan, sums)       # [owners][matrices], fp32: clones' gradients are added to them
+
+`collect` is `start_collect` and `wait_collect`, for what a GPU computes meanwhile.
 """
 
 from __future__ import annotations
@@ -118,6 +120,7 @@ class SpareSlots:
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(o.device) if alone else None
         self._pushed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._collecting = False
         weights, gradients = spares.stacks(self._session.engine, self._layout, o.device)
         self.weights, self.gradients = tuple(weights), tuple(gradients)
         if o.device.type == "cuda":
@@ -200,10 +203,41 @@ class SpareSlots:
 
         sums fp32 [owners][matrices], contiguous. plan, owners: of the push. `gradients` are used up: ranks form sums of
         several clones in them. Behind it they may be written again. Raises ValueError, DeadlineError."""
+        self.start_collect(plan, sums, owners)
+        self.wait_collect()
+
+    def start_collect(
+        self, plan: ClonePlan | torch.Tensor, sums: Sequence[Sequence[torch.Tensor]], owners: ExpertOwners | None = None
+    ) -> None:
+        """Starts what collect() does; on a GPU of its own it runs beside what the caller's stream has next, until
+        wait_collect(). Till then `gradients` and `sums` are the kernels'. Collective. Raises ValueError, DeadlineError.
+        """
         with self._entered() as session:
+            if self._collecting:
+                raise ValueError(
+                    "start_collect: the collection before this one was not waited for; call wait_collect()"
+                )
             slot_expert, columns = self._plan(session, plan, owners)
             table = spares.addresses(session, self._tables, "sums", sums, self._layout, torch.float32, 4)
-            session.engine.collect_gradients(slot_expert, columns, table, self._collect_blocks)
+            if self._stream is None or session.capturing:
+                session.engine.collect_gradients(slot_expert, columns, table, self._collect_blocks)
+            else:  # behind the caller's stream, which wrote the gradients
+                self._stream.wait_stream(torch.cuda.current_stream(session.options.device))
+                session.engine.set_stream(self._stream.cuda_stream)
+                session.engine.collect_gradients(slot_expert, columns, table, self._collect_blocks)
+                for used in (slot_expert, columns, table, *(x for one in sums for x in one)):
+                    used.record_stream(self._stream)
+            self._collecting = True
+
+    def wait_collect(self) -> None:
+        """Until the last start_collect() is done: on a GPU the caller's stream waits, not the host. Raises ValueError
+        where none was started."""
+        session = self._open()
+        if not self._collecting:
+            raise ValueError("wait_collect: no collection is under way; call start_collect(plan, sums) first")
+        self._collecting = False
+        if self._stream is not None and not session.capturing:
+            torch.cuda.current_stream(session.options.device).wait_stream(self._stream)
 
     def memory_report(self) -> memory.MemoryReport:
         """Registered bytes of this rank by region, exact."""

@@ -2,8 +2,9 @@
 
 Slow: columns of the map are put in the order of the owners (`balance_slow` moves them between steps). Exact:
 
-    counts of all ranks -> plan -> my tokens to instances -> dispatch over physical slots -> clones of weights pushed
-    meanwhile -> experts -> combine;  backward: weights pushed again, clone gradients summed into the owner's
+    counts of all ranks -> plan -> my tokens to instances -> dispatch over physical slots, clones of weights pushed
+    meanwhile -> own experts -> clones -> combine;  backward: weights pushed again, clone gradients summed into the
+    owner's, both beside own experts
 
 Router, auxiliary losses, expert bias, optimizer and checkpoints see logical experts only: the map is rewritten after
 all of them, and clones are no parameters. The spare slots are shared by all layers, so a clone's weights are not kept

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     from hybrid_ep.balance.owners import Owners
+    from megatron_patches.balance_push import Arriving
     from megatron_patches.experts import GroupedExperts
 
 
@@ -26,6 +27,8 @@ class ExpertWeights:
 
     num_owners: owner slots. shapes, sizes: of the matrices of one expert. owners: all parameters.
     """
+
+    waits_in_backward = False  # for what arrives, behind what does without it; else it is there before the backward
 
     def __init__(self, experts: torch.nn.Module, num_owners: int, shapes: Sequence[torch.Size]) -> None:
         self.experts, self.num_owners = experts, num_owners
@@ -67,14 +70,17 @@ class SequentialWeights(ExpertWeights):
         probs: torch.Tensor,
         stacks: Sequence[torch.Tensor],
         in_slots: AbstractContextManager[object],
+        arriving: Arriving,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(outputs of owners and clones [P, H], bias). stacks: weights of the clones, [slots, *shape] a matrix.
 
-        in_slots: context in which operators that read `stacks` run."""
+        in_slots: context in which operators that read `stacks` run. arriving: who brings what they hold, waited for
+        behind the owners' rows."""
         counts = tokens_per_expert.tolist()
         first = sum(counts[: self.num_owners])
         output, bias = self.forward(rows[:first], tokens_per_expert[: self.num_owners], probs[:first])
         outputs = [output]
+        arriving.wait()
         with in_slots:
             for *mine, count in zip(*(stack.unbind(0) for stack in stacks), counts[self.num_owners :], strict=True):
                 call = (rows[first : first + count], probs[first : first + count])
@@ -92,6 +98,8 @@ class SequentialWeights(ExpertWeights):
 class StackedWeights(ExpertWeights):
     """Of GroupedExperts: grouped GEMMs over two stacks, the parameter and the slots. No weight is copied."""
 
+    waits_in_backward = True
+
     def __init__(self, experts: GroupedExperts) -> None:
         super().__init__(experts, experts.num_local_experts, [p.shape[1:] for p in experts.parameters()])
         self.grouped = experts
@@ -106,10 +114,12 @@ class StackedWeights(ExpertWeights):
         probs: torch.Tensor,
         stacks: Sequence[torch.Tensor],
         in_slots: AbstractContextManager[object],
+        arriving: Arriving,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As SequentialWeights.run."""
+        of_matrices = [arriving.of(n) for n in range(len(stacks))]
         with in_slots:
-            return self.forward(rows, tokens_per_expert, probs, further=[(stacks[0], stacks[1])])
+            return self.forward(rows, tokens_per_expert, probs, [(stacks[0], stacks[1])], of_matrices)
 
     def name_logically(self, owners: Owners) -> None:
         """Checkpoints call experts by their ids, wherever they live."""

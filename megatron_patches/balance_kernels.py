@@ -20,7 +20,7 @@ from hybrid_ep import env
 from hybrid_ep.runtime import nvshmem
 from hybrid_ep.runtime.spares import why_not
 from megatron_patches import graphs
-from megatron_patches.balance_push import CloneExperts, Pushed, fp32_main_grad, left_for_autograd
+from megatron_patches.balance_push import CloneExperts, Homeward, Pushed, fp32_main_grad
 
 if TYPE_CHECKING:
     from hybrid_ep.balance.microbatch import MicrobatchPlan
@@ -140,7 +140,7 @@ class KernelCloneExperts(CloneExperts):
         """Where kernels run beside the host, it does not ask them: then slots without a clone have no token."""
         return self.stacks[0].device.type != "cpu" or not plan.is_empty
 
-    def bring_home(self, work: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def start_home(self, work: Any, gradients: Sequence[torch.Tensor]) -> Homeward:
         """As the base class. Without main_grad in fp32 the host reads the plan: autograd is to get gradients of those
         parameters alone whose experts have clones."""
         weights = self.weights
@@ -154,16 +154,15 @@ class KernelCloneExperts(CloneExperts):
         for slot in range(weights.num_owners):
             owners = [weights.place(slot, n)[0] for n in range(len(weights.sizes))]
             targets.append([weights.part(totals[owner], slot, n) for n, owner in enumerate(owners)])
-        self.spares.collect(work.slot_expert, targets, self.manager.owners)
-        if not left:
-            return [None] * len(weights.owners)
-        if self.stacks[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if left and self.stacks[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "clones' gradients of parameters without main_grad in fp32 are given to autograd by a plan that the "
                 "host reads, which a CUDA graph cannot: give --accumulate-allreduce-grads-in-fp32"
             )
-        cloned = self._cloned(work.plan)
-        return [left_for_autograd(owner, made[owner] if owner in cloned else None) for owner in weights.owners]
+        self.spares.start_collect(work.slot_expert, targets, self.manager.owners)
+        cloned = self._cloned(work.plan) if left else set()
+        given = {owner: total for owner, total in made.items() if owner in cloned}
+        return Homeward(_Collection(self.spares), weights.owners, given, list(made.values()))
 
     def _cloned(self, plan: MicrobatchPlan) -> set[torch.nn.Parameter]:
         """Parameters without main_grad in fp32 whose experts have clones."""
@@ -173,6 +172,13 @@ class KernelCloneExperts(CloneExperts):
                 owners = {self.weights.place(self.owner_slot(expert), n)[0] for n in range(len(self.weights.sizes))}
                 found |= {owner for owner in owners if fp32_main_grad(owner) is None}
         return found
+
+
+class _Collection:
+    """Gradients that the kernels bring home."""
+
+    def __init__(self, spares: SpareSlots) -> None:
+        self.wait = spares.wait_collect
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:

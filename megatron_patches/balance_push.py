@@ -1,11 +1,11 @@
 """Weights of clones: pushed from owner to spare slots, run there, their gradients summed back into the owner.
 
 By torch.distributed; where the ranks' own kernels do it, `balance_kernels` has what differs. Everything is point to
-point between ranks of the expert-parallel group, relayed in stripes as the plan says, which all ranks share
-(`balance_relay`). Gradients travel and are summed in fp32. With Megatron's DDP they are added to the parameter's
-main_grad in the backward of the push; that runs before the parameter's own gradient is complete, hence before DDP
-counts the parameter as ready and reduces its bucket. Nothing is averaged, and it happens once a backward, also under
-no-sync accumulation.
+point between ranks of the expert-parallel group, in stripes along the rails or straight, as the plan says, which all
+ranks share (`balance_relay`). Gradients travel and are summed in fp32. With Megatron's DDP they are added to main_grad in
+the backward of the push; that runs before the parameter's own gradient is complete, hence before DDP counts the
+parameter as ready and reduces its bucket. Nothing is averaged, and it happens once a backward, also under no-sync
+accumulation.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ import torch.distributed as dist
 from hybrid_ep.balance.relays import relays
 from hybrid_ep.errors import DeadlineError
 from megatron_patches import settings
-from megatron_patches.balance_relay import Rails
+from megatron_patches.balance_relay import Rails, Straight
 
 if TYPE_CHECKING:
     from hybrid_ep.balance.microbatch import MicrobatchPlan
     from megatron_patches.balance import ExactManager
 
 DEFAULT_TIMEOUT_S = 100.0
+# Bytes of an expert's weights from which they go along the rails. Below, two more steps of messages, some 30 us each,
+# take longer than weights of several clones through one NIC of 50 GB/s, and owners have room for all gradients at once.
+RAILS_FROM_BYTES = 1 << 20
 
 _Place = tuple[int, torch.Size, tuple[int, ...]]  # (storage offset, size, stride)
 
@@ -69,7 +72,7 @@ def wait_for(work: Iterable[dist.Work], what: str, rank: int) -> None:
 
 
 class Pushed(Protocol):
-    """A push under way."""
+    """A push under way, or gradients."""
 
     def wait(self) -> None: ...
 
@@ -154,6 +157,7 @@ class CloneExperts:
         self.num_slots = manager.settings.balance.spare_slots
         self.stacks = self.make_stacks()
         self.ranks_per_node = self.group.size() // manager.planner.options.num_nodes
+        self.straight = sum(self.weights.sizes) * self.stacks[0].element_size() < RAILS_FROM_BYTES
 
     def make_stacks(self) -> list[torch.Tensor]:
         """[slots, *shape] for every matrix, in one storage."""
@@ -172,7 +176,7 @@ class CloneExperts:
 
     def start_push(self, work: Any) -> Pushed:
         """Send my experts' weights to their clones and receive those of my slots. Returns what to wait for."""
-        steps = self._rails("weight push").push(
+        steps = self._way("weight push").push(
             work,
             self.weights.sizes,
             weight=lambda expert, n: self.weights.weight(self.owner_slot(expert), n).view(-1),
@@ -182,20 +186,21 @@ class CloneExperts:
 
     def collect_gradients(
         self, work: Any, gradients: list[torch.Tensor], add: Callable[[int, int, torch.Tensor], None]
-    ) -> None:
-        """Bring clone gradients to the owners: `add(expert, n, sum)`, once for each relay and matrix.
+    ) -> Steps:
+        """Start to bring clone gradients to the owners: `add(expert, n, sum)`, once for each relay and matrix.
 
-        gradients: fp32 [slots, *shape] on this rank, for every matrix n."""
-        steps = self._rails("clone gradients").collect(
+        gradients: fp32 [slots, *shape] on this rank, for every matrix n, to be kept until all is waited for."""
+        steps = self._way("clone gradients").collect(
             work,
             self.weights.sizes,
             gradient=lambda slot, n: gradients[n][slot].view(-1),
             add=lambda expert, n, total: add(expert, n, total.view(self.weights.shapes[n])),
         )
-        Steps(steps, self.stacks[0].device).wait()
+        return Steps(steps, self.stacks[0].device)
 
-    def _rails(self, what: str) -> Rails[Transfer]:
-        return Rails(self.group.rank(), self.ranks_per_node, lambda: Transfer(self.group, what))
+    def _way(self, what: str) -> Rails[Transfer] | Straight[Transfer]:
+        rank, messages = self.group.rank(), lambda: Transfer(self.group, what)
+        return Straight(rank, messages) if self.straight else Rails(rank, self.ranks_per_node, messages)
 
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -204,38 +209,43 @@ class CloneExperts:
         plan, work, push = self.manager.last_plan, self.manager.work, self.manager.push
         if plan is None or push is None:
             raise RuntimeError("the experts of a balanced layer ran before its dispatch: call the dispatcher first")
-        push.wait()
+        arriving = Arriving(self, work, push)
         if not self.may_clone(plan):
+            arriving.wait()
             owners = int(tokens_per_expert[: self.weights.num_owners].sum())
             return self.weights.forward(rows[:owners], tokens_per_expert[: self.weights.num_owners], probs[:owners])
-        stacks = _Push.apply(self, work, *self.weights.owners)
+        stacks = _Push.apply(arriving, *self.weights.owners)
         in_slots = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        output, bias = self.weights.run(rows, tokens_per_expert, probs, stacks, in_slots)
-        return _Refill.apply(self, work, output), bias
+        output, bias = self.weights.run(rows, tokens_per_expert, probs, stacks, in_slots, arriving)
+        arriving.wait()  # where nothing was computed with them
+        return _Refill.apply(arriving, output), bias
 
     def may_clone(self, plan: MicrobatchPlan) -> bool:
         """Whether to run the clones, the same on all ranks."""
         return not plan.is_empty
 
-    def bring_home(self, work: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Add clone gradients [slots, *shape] to their owners: to main_grad in fp32 where there is one. What is left
-        for autograd, for each of the owners' parameters."""
+    def start_home(self, work: Any, gradients: Sequence[torch.Tensor]) -> Homeward:
+        """Start to add clone gradients [slots, *shape] to their owners: to main_grad in fp32 where there is one.
+        Collective."""
         weights = self.weights
         # parameter -> fp32 sum, where there is no main_grad in fp32 to add to
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for relay in itertools.chain(*work):
+            if relay.owner == self.group.rank():
+                slot = self.owner_slot(relay.expert)
+                for owner in {weights.place(slot, n)[0] for n in range(len(weights.sizes))}:
+                    if fp32_main_grad(owner) is None and owner not in sums:
+                        sums[owner] = torch.zeros_like(owner, dtype=torch.float32)
 
         def add(expert: int, n: int, gradient: torch.Tensor) -> None:
             slot = self.owner_slot(expert)
             owner, _ = weights.place(slot, n)
             total = fp32_main_grad(owner)
-            if total is None:
-                if owner not in sums:
-                    sums[owner] = torch.zeros_like(owner, dtype=torch.float32)
-                total = sums[owner]
-            weights.part(total, slot, n).add_(gradient)  # autograd would round to the parameter's dtype
+            # autograd would round to the parameter's dtype
+            weights.part(sums[owner] if total is None else total, slot, n).add_(gradient)
 
-        self.collect_gradients(work, [g.float().contiguous() for g in gradients], add)
-        return [left_for_autograd(owner, sums.get(owner)) for owner in weights.owners]
+        given = [g.float().contiguous() for g in gradients]
+        return Homeward(self.collect_gradients(work, given, add), weights.owners, sums, given)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
         """A tensor that lives in the slots is kept as its place there: other layers will use the memory."""
@@ -265,29 +275,110 @@ def left_for_autograd(owner: torch.nn.Parameter, total: torch.Tensor | None) -> 
     return total if total is None else total.to(owner.dtype)
 
 
+class Homeward:
+    """Gradients of clones on their way to their owners. kept: what has to outlive the way."""
+
+    def __init__(
+        self,
+        under_way: Pushed,
+        owners: Sequence[torch.nn.Parameter],
+        sums: dict[torch.nn.Parameter, torch.Tensor],
+        kept: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._under_way, self._owners, self._sums, self._kept = under_way, owners, sums, kept
+
+    def wait(self) -> list[torch.Tensor | None]:
+        """Until they are there: on a GPU the stream. What is left for autograd, for each of the owners' parameters."""
+        self._under_way.wait()
+        self._kept = ()
+        return [left_for_autograd(owner, self._sums.get(owner)) for owner in self._owners]
+
+
+class Arriving:
+    """The clones of one micro-batch on this rank: weights on their way here, in the forward and again in the backward,
+    and gradients on their way home. What needs neither is computed meanwhile (`hybrid_ep.moe.grouped.Arrivals`)."""
+
+    def __init__(self, clones: CloneExperts, work: Any, push: Pushed) -> None:
+        self.clones, self.work = clones, work
+        self._push: Pushed | None = push
+        self._made: dict[int, torch.Tensor] = {}  # gradients of the slots, a stack a matrix
+        self._homeward: Homeward | None = None
+
+    def of(self, n: int) -> ArrivingMatrix:
+        """What a product with matrix n is to know."""
+        return ArrivingMatrix(self, n)
+
+    def under_way(self) -> bool:
+        return self._push is not None
+
+    def wait(self) -> None:
+        """Until the slots have the weights. DeadlineError when one who brings them does not answer or is gone."""
+        push, self._push = self._push, None
+        if push is not None:
+            push.wait()
+
+    def refill(self) -> None:
+        """The backward begins: other layers have had the slots since."""
+        self._made, self._homeward = {}, None
+        self._push = self.clones.start_push(self.work)
+        if not self.clones.weights.waits_in_backward:
+            self.wait()
+
+    def gradient(self, n: int, made: torch.Tensor) -> None:
+        """Of the weights in the slots, matrix n, [slots, *shape]; with the last they start home."""
+        self._made[n] = made
+        if len(self._made) == len(self.clones.stacks):
+            self._homeward = self.clones.start_home(self.work, [self._made.pop(n) for n in sorted(self._made)])
+
+    def home(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Wait for them; what is left for autograd. gradients: those that autograd brought, in place of gradient()."""
+        self.wait()
+        if self._homeward is None:
+            for n, (stack, made) in enumerate(zip(self.clones.stacks, gradients, strict=True)):
+                if n not in self._made:
+                    self.gradient(n, torch.zeros_like(stack) if made is None else made)
+        homeward, self._homeward = self._homeward, None
+        assert homeward is not None  # or the last gradient had not started it
+        return homeward.wait()
+
+
+class ArrivingMatrix:
+    """`Arrivals` of a grouped GEMM over the owners' stack of a matrix [owners, out, in] and the slots' one."""
+
+    def __init__(self, arriving: Arriving, n: int) -> None:
+        self._arriving, self._n = arriving, n
+        self.under_way, self.wait = arriving.under_way, arriving.wait
+
+    def gradients(self, made: list[torch.Tensor]) -> None:
+        """[slots, in, out], one stack."""
+        (gradient,) = made
+        self._arriving.gradient(self._n, gradient.transpose(1, 2))
+
+
 class _Push(torch.autograd.Function):
     """Owner parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their owners."""
 
     @staticmethod
-    def forward(ctx: Any, clones: CloneExperts, work: Any, *owners: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
-        ctx.clones, ctx.work = clones, work
+    def forward(ctx: Any, arriving: Arriving, *owners: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
+        ctx.arriving = arriving
+        ctx.set_materialize_grads(False)  # most have been handed over before
         # .data: the slots are refilled under the graph on purpose, _unpack knows.
-        return tuple(stack.data for stack in clones.stacks)
+        return tuple(stack.data for stack in arriving.clones.stacks)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *ctx.clones.bring_home(ctx.work, gradients)
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.arriving.home(gradients)
 
 
 class _Refill(torch.autograd.Function):
     """The identity. Backward: the slots get this plan's weights again, before the experts' backward reads them."""
 
     @staticmethod
-    def forward(ctx: Any, clones: CloneExperts, work: Any, output: torch.Tensor) -> torch.Tensor:
-        ctx.clones, ctx.work = clones, work
+    def forward(ctx: Any, arriving: Arriving, output: torch.Tensor) -> torch.Tensor:
+        ctx.arriving = arriving
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        ctx.clones.start_push(ctx.work).wait()
-        return None, None, gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.arriving.refill()
+        return None, gradient

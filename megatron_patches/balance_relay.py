@@ -1,11 +1,13 @@
 """Weights and gradients of clones, by torch.distributed: `hybrid_ep.balance.relays` says which way.
 
-A round is three steps of messages between ranks, each made when the messages of the one before have come. Two ranks
-match them by their order, which all take from the plan: relays, then matrices of an expert, then nodes, clones, mates.
+By the rails a round is three steps of messages between ranks, each made when the messages of the one before have come;
+small experts go straight from owner to clone, in one step. Two ranks match messages by their order, which all take from
+the plan: relays, then matrices of an expert, then nodes, clones, mates.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -25,6 +27,62 @@ class Messages(Protocol):
 
 
 M = TypeVar("M", bound=Messages)
+
+
+class Straight(Generic[M]):
+    """What `rank` does of relays where owners send to every clone themselves, and clones to their owners. One step, and
+    the bits of `Rails`. messages: makes those of a step.
+    """
+
+    def __init__(self, rank: int, messages: Callable[[], M]) -> None:
+        self.rank, self._messages = rank, messages
+
+    def push(
+        self,
+        rounds: Sequence[Sequence[Relay]],
+        sizes: Sequence[int],
+        weight: Callable[[int, int], torch.Tensor],
+        slot: Callable[[int, int], torch.Tensor],
+    ) -> Iterator[M]:
+        """As Rails.push."""
+        step = self._messages()
+        for relay, n, _, (rank, number) in _clones(rounds, len(sizes)):
+            if relay.owner == self.rank:
+                step.send(weight(relay.expert, n), rank)
+            elif rank == self.rank:
+                step.receive(slot(number, n), relay.owner)
+        yield step
+
+    def collect(
+        self,
+        rounds: Sequence[Sequence[Relay]],
+        sizes: Sequence[int],
+        gradient: Callable[[int, int], torch.Tensor],
+        add: Callable[[int, int, torch.Tensor], None],
+    ) -> Iterator[M]:
+        """As Rails.collect."""
+        step = self._messages()
+        came: dict[tuple[int, int, int], dict[int, list[torch.Tensor]]] = {}  # (relay, expert, matrix) -> node -> parts
+        for relay, n, node, (rank, number) in _clones(rounds, len(sizes)):
+            if rank == self.rank:
+                step.send(gradient(number, n), relay.owner)
+            elif relay.owner == self.rank:
+                part = gradient(0, n).new_empty(sizes[n])
+                step.receive(part, rank)
+                came.setdefault((id(relay), relay.expert, n), {}).setdefault(node, []).append(part)
+        yield step
+
+        for (_, expert, n), of_nodes in came.items():
+            add(expert, n, _in_order([_in_order(parts) for parts in of_nodes.values()]))
+
+
+def _clones(rounds: Sequence[Sequence[Relay]], num_matrices: int) -> Iterator[tuple[Relay, int, int, tuple[int, int]]]:
+    """(relay, matrix, node, clone) of all messages between owners and clones, in their order."""
+    for relay in itertools.chain(*rounds):
+        for n in range(num_matrices):
+            for node, clones in relay.nodes.items():
+                for clone in clones:
+                    yield relay, n, node, clone
 
 
 class Rails(Generic[M]):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from hybrid_ep.moe.grouped import Arrivals
     from megatron_patches.patch_set import Replace
 
 # activation function of the configuration -> (plain, gated) kind of weighted_activation
@@ -147,6 +148,7 @@ class GroupedExperts(MegatronModule):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
         further: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        arriving: Sequence[Arrivals | None] = (None, None),
     ) -> tuple[torch.Tensor, None]:
         """([P, H], None): expert outputs times their probabilities; rows behind the last expert's come out as zeros.
 
@@ -155,7 +157,8 @@ class GroupedExperts(MegatronModule):
         backend does not.
 
         further: (weights like weight1 [S, F1, H], like weight2 [S, H, F]) of S further experts, which live elsewhere
-        and whose rows follow, a pair for each place where some live; tokens_per_expert counts them, too."""
+        and whose rows follow, a pair for each place where some live; tokens_per_expert counts them, too. arriving: who
+        brings these weights, of either product, where they are still under way."""
         rows, probs = permuted_local_hidden_states, permuted_probs.float()
         weights: torch.Tensor | None = probs
         if self.config.moe_apply_probs_on_input:
@@ -168,9 +171,9 @@ class GroupedExperts(MegatronModule):
             before = itertools.accumulate(len(pair[0]) for pair in pairs[:-1])
             first_rows = (0, *(int(tokens_per_expert[:experts].sum()) for experts in before))
         how = {"backend": self.backend, "tail": tail, "first_rows": first_rows}
-        h = grouped_mm(rows, stacks[0], ends, **how)
+        h = grouped_mm(rows, stacks[0], ends, **how, arriving=arriving[0])
         h = weighted_activation(h, weights, self.kind)
-        return grouped_mm(h, stacks[1], ends, **how, out=self._outputs(h)), None
+        return grouped_mm(h, stacks[1], ends, **how, out=self._outputs(h), arriving=arriving[1]), None
 
     def _outputs(self, h: torch.Tensor) -> torch.Tensor | None:
         """Where the second product goes, if the machine that multiplies stores there: to registered memory, where

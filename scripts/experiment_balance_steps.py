@@ -6,9 +6,10 @@
 DeepSeek-V3's layers, zipf routing whose hot experts differ from layer to layer and drift from micro-batch to
 micro-batch. Drawn tokens are planned by the library's own planners, their columns rewritten as a rank does it, and the
 exchange of what comes out is timed by the event engine (this library's kernels, every rank) or the queueing model.
-Experts compute as long as the fullest rank's rows. What balancing itself moves is charged in full view, by the busiest
-port of each step: a clone's weights (bf16) to its slot in the forward and again in the backward, its gradient (fp32)
-home, and of slow mode 14 bytes a parameter of a moved expert, over the steps from one placement to the next.
+Experts compute as long as the fullest rank's rows. What balancing itself moves takes as long as the busiest port of
+each step: a clone's weights (bf16) to its slot in the forward and again in the backward, its gradient (fp32) home, and
+of slow mode 14 bytes a parameter of a moved expert, over the steps from one placement to the next. What grouped experts
+compute meanwhile hides some of it (`shown_us`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner, imbalance_ratio
 from hybrid_ep.balance.owners import Owners
 from hybrid_ep.balance.relays import relays
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import events, model, models, routing
+from hybrid_ep.perf import efficiency, events, model, models, routing
 from hybrid_ep.perf.step_time import CV_SLOW, Job, Layer, step
 
 MODES = ("off", "slow", "exact", "exact in the node", "both")
@@ -37,6 +38,7 @@ DRIFT = 0.2  # of log-popularity from micro-batch to micro-batch
 INTERVAL = 100  # steps from one placement of slow mode to the next
 LASTING_DRIFT = 0.15  # of log-popularity from one placement to the next
 WEIGHT_BYTES, GRADIENT_BYTES, MOVED_BYTES = 2, 4, 14  # a parameter
+PUSH_BLOCKS, COLLECT_BLOCKS = 8, 64  # of hybrid_ep.spares, each an SM; taken for those of nccl's kernels as well
 # Of each engine's rows the expert-parallel degree and the tokens of a rank's micro-batch: what the event engine runs
 # whole in some ten seconds of a core.
 ENGINES = {"model": (64, 4096), "events": (32, 768)}
@@ -60,15 +62,32 @@ def job_of(cluster: str, ep: int, tokens: int) -> Job:
 
 
 @dataclass(frozen=True)
+class Pushes:
+    """Microseconds that clones and moved experts of a layer take of a micro-batch. there_us: weights to the slots,
+    once; back_us: gradients home; own, load: rows of each rank's own experts, and all that it computes, over the mean.
+    """
+
+    there_us: float = 0.0
+    back_us: float = 0.0
+    moved_us: float = 0.0
+    own: np.ndarray = field(default_factory=lambda: np.ones(1))
+    load: np.ndarray = field(default_factory=lambda: np.ones(1))
+
+    @property
+    def all_us(self) -> float:
+        return 2 * self.there_us + self.back_us + self.moved_us
+
+
+@dataclass(frozen=True)
 class Balanced:
     """One layer of one micro-batch: columns over physical slots [R, T, k], of `slots` in all; the fullest rank's excess
-    over the mean; clones, and microseconds that they and moved experts cost beside the exchange."""
+    over the mean; clones, and what they and moved experts take beside the exchange."""
 
     columns: np.ndarray
     slots: int
     imbalance: float
     clones: int
-    pushed_us: float
+    pushes: Pushes
 
 
 Move = tuple[int, int, float]  # (from, to, bytes)
@@ -112,17 +131,45 @@ def by_holders(plan: MicrobatchPlan) -> Iterator[list[Move]]:
     yield from (scatter, spread)
 
 
-def clone_us(plan: MicrobatchPlan, job: Job) -> float:
+def pushes(plan: MicrobatchPlan, job: Job) -> Pushes:
     """Weights to the slots, twice, and gradients home the same way back. No step begins before the one before has
     ended."""
     within = job.shape.nodes == 1 or plan.options.within_node
     steps = list(by_holders(plan) if within else by_rails(plan, job.shape.ranks_per_node))
-    params, total = job.model.expert_params, 0.0
+    params, there_us, back_us = job.model.expert_params, 0.0, 0.0
     for moves in steps:
-        there = [(source, to, WEIGHT_BYTES * params * part) for source, to, part in moves]
-        back = [(to, source, GRADIENT_BYTES * params * part) for source, to, part in moves]
-        total += 2 * port_us(there, job) + port_us(back, job)
-    return total
+        there_us += port_us([(source, to, WEIGHT_BYTES * params * part) for source, to, part in moves], job)
+        back_us += port_us([(to, source, GRADIENT_BYTES * params * part) for source, to, part in moves], job)
+    load, cloned = plan.tokens_of_ranks(), np.where(plan.slot_expert >= 0, plan.slot_tokens, 0).sum(axis=1)
+    return Pushes(there_us, back_us, own=(load - cloned) / load.mean(), load=load / load.mean())
+
+
+def shown_us(got: Pushes, job: Job) -> float:
+    """What is seen of them beside grouped experts (`hybrid_ep.moe.grouped`). Of these products, forward and backward, a
+    third each are rows, their gradients, and weight gradients, two thirds of each those of the first matrices.
+
+    Forward: a rank with clones computes the first product of its own rows. Weights in the backward: second product's
+    gradients of own rows, and all of its weight gradients. Gradients home, from when the last rank has those of the
+    first matrix: what is left of that product's backward. Dispatches hide nothing, for they take the same links. What
+    is hidden takes SMs from the products beside it."""
+    if not got.there_us:
+        return got.moved_us
+    token = efficiency.per_token(job.model, job.cluster, job.dtype, job.sequence)
+    ninth = job.tokens * token.expert_gemms / 9
+    clones = got.load - got.own
+    holds = clones > 0
+    hidden = (
+        2 * ninth * got.own[holds].min(),
+        ninth * (got.own + got.load)[holds].min(),
+        max(0.0, ninth * (4 * got.load.min() - 2 * clones.max())),
+    )
+    shown = got.moved_us
+    for time_us, beside_us, blocks in zip(
+        (got.there_us, got.there_us, got.back_us), hidden, (PUSH_BLOCKS, PUSH_BLOCKS, COLLECT_BLOCKS), strict=True
+    ):
+        unseen = min(time_us, beside_us)
+        shown += time_us - unseen + unseen * blocks / job.cluster.gpu.num_sms.value
+    return shown
 
 
 def balanced(mode: str, choices: np.ndarray, past: np.ndarray, earlier: np.ndarray, job: Job, spare: int) -> Balanced:
@@ -143,7 +190,7 @@ def balanced(mode: str, choices: np.ndarray, past: np.ndarray, earlier: np.ndarr
     if mode in ("off", "slow"):
         columns = owners.host_columns(0)
         load = np.bincount(owners.rank_of, weights=counts.sum(axis=0), minlength=ranks)
-        return Balanced(columns[choices], experts, imbalance_ratio(load), 0, moved_us)
+        return Balanced(columns[choices], experts, imbalance_ratio(load), 0, Pushes(moved_us=moved_us))
     planner = MicrobatchPlanner(
         ranks,
         experts,
@@ -155,7 +202,8 @@ def balanced(mode: str, choices: np.ndarray, past: np.ndarray, earlier: np.ndarr
     plan = planner.plan(counts)
     columns = np.stack([_redirected(plan, rank, choices[rank], owners.host_columns(spare)) for rank in range(ranks)])
     slots = experts + ranks * spare
-    return Balanced(columns, slots, plan.imbalance(), plan.num_copies, clone_us(plan, job) + moved_us)
+    made = replace(pushes(plan, job), moved_us=moved_us)
+    return Balanced(columns, slots, plan.imbalance(), plan.num_copies, made)
 
 
 def _redirected(plan: MicrobatchPlan, rank: int, chosen: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -210,9 +258,10 @@ def rows(
             made = [balanced(mode, c, past[n], earlier[n], job, spare) for n, c in enumerate(drawn)]
             moved = np.mean([exchange(engine, one, job) for one in made], axis=0)
             left = replace(job, imbalance=float(np.mean([one.imbalance for one in made])))
-            pushed = float(np.mean([one.pushed_us for one in made]))
+            pushed = float(np.mean([one.pushes.all_us for one in made]))
+            shown = float(np.mean([shown_us(one.pushes, job) for one in made]))
             yield {
-                **steps(left, float(moved.sum()), pushed),
+                **steps(left, float(moved.sum()), pushed, shown),
                 "cluster": cluster,
                 "engine": engine,
                 "EP": shape.ranks,
@@ -224,21 +273,24 @@ def rows(
                 "dispatch_us": float(moved[0]),
                 "combine_us": float(moved[1]),
                 "pushed_us": pushed,
+                "shown_us": shown,
                 "layers": num_layers,
                 "processor_s": round(time.thread_time() - start, 1),
             }
 
 
-def steps(job: Job, exchange_us: float, pushed_us: float) -> dict[str, float]:
-    """Seconds of a step, and of one whose pushes cost nothing."""
-    charged, free = (step(job, Layer(exchange_us, pushed)).seconds for pushed in (pushed_us, 0.0))
-    return {"step_s": charged, "step_without_pushes_s": free}
+def steps(job: Job, exchange_us: float, pushed_us: float, shown_us: float) -> dict[str, float]:
+    """Seconds of a step, of one whose pushes are all in full view, and of one where they cost nothing."""
+    named = {"step_s": shown_us, "step_in_full_view_s": pushed_us, "step_without_pushes_s": 0.0}
+    return {name: step(job, Layer(exchange_us, beside)).seconds for name, beside in named.items()}
 
 
 def again(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of an earlier run with the steps that the model has now."""
+    """A row of an earlier run with the steps that the model has now; nothing is hidden where it does not say so."""
     job = replace(job_of(row["cluster"], *ENGINES[row["engine"]]), imbalance=row["imbalance"])
-    return row | steps(job, row["dispatch_us"] + row["combine_us"], row["pushed_us"])
+    return row | steps(
+        job, row["dispatch_us"] + row["combine_us"], row["pushed_us"], row.get("shown_us", row["pushed_us"])
+    )
 
 
 def markdown(made: list[dict[str, Any]]) -> str:
@@ -247,17 +299,26 @@ def markdown(made: list[dict[str, Any]]) -> str:
     for key in dict.fromkeys((r["cluster"], r["engine"], r["EP"]) for r in made):
         cluster, engine, ep = key
         lines += [f"**{cluster}, EP{ep}, {engine}, {ENGINES[engine][1]:,} tokens a rank and micro-batch**", ""]
-        lines += ["| zipf | mode | imbalance | clones | dispatch + combine, us | pushes, us | step, s | against off |"]
-        lines += ["|---:|---|---:|---:|---:|---:|---:|---:|"]
+        lines += [
+            "| zipf | mode | imbalance | clones | exchange, us | pushes, us | shown, us | step, s | against off |"
+        ]
+        lines += ["|---:|---|---:|---:|---:|---:|---:|---:|---:|"]
         mine = [r for r in made if (r["cluster"], r["engine"], r["EP"]) == key]
         off = {r["zipf"]: r["step_s"] for r in mine if r["mode"] == "off"}  # --modes has it first
         for r in mine:
-            without = f" ({r['step_without_pushes_s']:.1f})" if r["pushed_us"] else ""
-            lines.append(
-                f"| {r['zipf']:.1f} | {r['mode']} | {r['imbalance']:.3f} | {r['clones']:.0f} | "
-                f"{r['dispatch_us'] + r['combine_us']:,.0f} | {r['pushed_us']:,.0f} | {r['step_s']:.1f}{without} | "
-                f"{r['step_s'] / off[r['zipf']]:.2f} |"
+            bounds = f" ({r['step_in_full_view_s']:.1f}, {r['step_without_pushes_s']:.1f})" if r["pushed_us"] else ""
+            cells = (
+                f"{r['zipf']:.1f}",
+                r["mode"],
+                f"{r['imbalance']:.3f}",
+                f"{r['clones']:.0f}",
+                f"{r['dispatch_us'] + r['combine_us']:,.0f}",
+                f"{r['pushed_us']:,.0f}",
+                f"{r['shown_us']:,.0f}",
+                f"{r['step_s']:.1f}{bounds}",
+                f"{r['step_s'] / off[r['zipf']]:.2f}",
             )
+            lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 

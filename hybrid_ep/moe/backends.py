@@ -2,14 +2,18 @@
 
 Experts lie in one or more stacks [E_i, K, F] of weights, one after the other; `Groups` says which rows are whose.
 
-    mm(x, stacks, groups, out)    x [N, K] -> [N, F]: rows of group e times the weights of expert e; with `out` [N, F]
+    mm(x, stacks, groups, out, of)
+                                  x [N, K] -> [N, F]: rows of group e times the weights of expert e; with `out` [N, F]
                                   stored there, which is returned
-    wgrad(x, g, groups)           x [N, K], g [N, F] -> a tensor [E_i, K, F] a stack, of x_e.T @ g_e
+    wgrad(x, g, groups, of)       x [N, K], g [N, F] -> a tensor [E_i, K, F] a stack, of x_e.T @ g_e
 
     absence()                     None, or why it is not installed
     refusal(device, dtype, (E, K, F))
                                   None, or why it cannot run there
     objection(stacks, groups)     None, or why it cannot multiply by these stacks
+
+of: a range of stacks, whose experts alone are computed and whose weights alone are read, while other rows of `out` stay
+as they are; None: all. Who has `in_turns` takes one, and computes an element alike whichever way it is asked.
 
 What they leave undefined (rows from ends[-1] on, weight gradients of groups without rows) is `grouped`'s business,
 with what `probing` found out about them.
@@ -38,11 +42,20 @@ class Groups(NamedTuple):
     sizes: tuple[int, ...]
     first_rows: tuple[int, ...] | None = None
 
+    def first_group(self, of: range | None) -> int:
+        """Of a range of stacks."""
+        return 0 if of is None else sum(self.sizes[: of.start])
+
+    def past_group(self, of: range | None) -> int:
+        """Behind the last of a range of stacks."""
+        return sum(self.sizes) if of is None else sum(self.sizes[: of.stop])
+
 
 class Backend(Protocol):
     """Its verbs; see the head of the module."""
 
     name: str
+    in_turns: bool
 
     def absence(self) -> str | None: ...
 
@@ -50,15 +63,20 @@ class Backend(Protocol):
 
     def objection(self, stacks: Stacks, groups: Groups) -> str | None: ...
 
-    def mm(self, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def mm(
+        self, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None, of: range | None = None
+    ) -> torch.Tensor: ...
 
-    def wgrad(self, x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]: ...
+    def wgrad(
+        self, x: torch.Tensor, g: torch.Tensor, groups: Groups, of: range | None = None
+    ) -> list[torch.Tensor]: ...
 
 
 class LoopBackend:
     """One matrix product per expert that has rows. Exact everywhere; needs the counts on the host."""
 
     name = "loop"
+    in_turns = True
 
     @staticmethod
     def absence() -> str | None:
@@ -77,21 +95,24 @@ class LoopBackend:
         return None
 
     @staticmethod
-    def mm(x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor:
+    def mm(
+        x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None, of: range | None = None
+    ) -> torch.Tensor:
         if out is None:
             out = x.new_empty(x.shape[0], stacks[0].shape[2])
         weights = [weight for stack in stacks for weight in stack]
-        for e, rows in _rows_of(groups.ends):
+        for e, rows in _rows_of(groups, of):
             torch.mm(x[rows], weights[e], out=out[rows])
         return out
 
     @staticmethod
-    def wgrad(x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
-        stacks = [x.new_zeros(size, x.shape[1], g.shape[1]) for size in groups.sizes]
-        weights = [weight for stack in stacks for weight in stack]
-        for e, rows in _rows_of(groups.ends):
-            torch.mm(x[rows].t(), g[rows], out=weights[e])
-        return stacks
+    def wgrad(x: torch.Tensor, g: torch.Tensor, groups: Groups, of: range | None = None) -> list[torch.Tensor]:
+        made = {i: x.new_zeros(groups.sizes[i], x.shape[1], g.shape[1]) for i in _asked(groups, of)}
+        first = groups.first_group(of)
+        weights = [weight for stack in made.values() for weight in stack]
+        for e, rows in _rows_of(groups, of):
+            torch.mm(x[rows].t(), g[rows], out=weights[e - first])
+        return list(made.values())
 
 
 class TorchBackend:
@@ -99,6 +120,7 @@ class TorchBackend:
     torch's own fallback for the rest reads the counts on the host, so it is refused here."""
 
     name = "torch"
+    in_turns = True
 
     @staticmethod
     def absence() -> str | None:
@@ -126,9 +148,13 @@ class TorchBackend:
         return next((why for stack in stacks if (why := _unlike_a_matrix(stack)) is not None), None)
 
     @classmethod
-    def mm(cls, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor:
+    def mm(
+        cls, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None, of: range | None = None
+    ) -> torch.Tensor:
         """Of several stacks the first one's product goes over all rows and leaves those of the others to them."""
-        for stack, (first, last, ends) in zip(stacks, cls._parts(x, groups), strict=True):
+        parts = list(cls._parts(x, groups))
+        for i in _asked(groups, of):
+            stack, (first, last, ends) = stacks[i], parts[i]
             if out is None and first == 0 and (last or len(stacks) == 1):
                 out = cls._product(x, stack, ends)
                 continue
@@ -140,13 +166,14 @@ class TorchBackend:
         return out
 
     @classmethod
-    def wgrad(cls, x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
+    def wgrad(cls, x: torch.Tensor, g: torch.Tensor, groups: Groups, of: range | None = None) -> list[torch.Tensor]:
+        parts = list(zip(groups.sizes, cls._parts(x, groups), strict=True))
         return [
             # A transposed view keeps the ragged dimension off the contiguous one, where it would need alignment.
             _required_grouped_mm()(x[first:last].contiguous().t(), g[first:last].contiguous(), offs=ends)
             if last > first
             else x.new_zeros(size, x.shape[1], g.shape[1])
-            for size, (first, last, ends) in zip(groups.sizes, cls._parts(x, groups), strict=True)
+            for size, (first, last, ends) in (parts[i] for i in _asked(groups, of))
         ]
 
     @staticmethod
@@ -170,6 +197,7 @@ class TritonBackend:
     """Our kernels: all stacks in one launch, counts on the device, stored where one asks, zeros for empty experts."""
 
     name = "triton"
+    in_turns = True
 
     @staticmethod
     def absence() -> str | None:
@@ -206,23 +234,27 @@ class TritonBackend:
         return None
 
     @staticmethod
-    def mm(x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor:
+    def mm(
+        x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None, of: range | None = None
+    ) -> torch.Tensor:
         from hybrid_ep.moe import triton_grouped
 
         if out is None:
             out = x.new_empty(x.shape[0], stacks[0].shape[2])
-        triton_grouped.rows_times_stacks(x.contiguous(), stacks, groups.ends, out)
+        asked = None if of is None else (groups.first_group(of), groups.past_group(of))
+        triton_grouped.rows_times_stacks(x.contiguous(), stacks, groups.ends, out, asked)
         return out
 
     @staticmethod
-    def wgrad(x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
+    def wgrad(x: torch.Tensor, g: torch.Tensor, groups: Groups, of: range | None = None) -> list[torch.Tensor]:
         from hybrid_ep.moe import triton_grouped
 
-        x, g = x.contiguous(), g.contiguous()
-        made = [x.new_empty(size, x.shape[1], g.shape[1]) for size in groups.sizes]
-        for out, last in zip(made, accumulate(groups.sizes), strict=True):
-            if len(out):
-                triton_grouped.weight_gradient(x, g, groups.ends, last - len(out), out)
+        x, g, made = x.contiguous(), g.contiguous(), []
+        firsts = [0, *accumulate(groups.sizes)]
+        for i in _asked(groups, of):
+            made.append(x.new_empty(groups.sizes[i], x.shape[1], g.shape[1]))
+            if groups.sizes[i]:
+                triton_grouped.weight_gradient(x, g, groups.ends, firsts[i], made[-1])
         return made
 
 
@@ -230,6 +262,7 @@ class TransformerEngineBackend:
     """Transformer Engine's GroupedLinear, through its public module. Takes a list of counts, so the host waits."""
 
     name = "te"
+    in_turns = False
 
     @staticmethod
     def absence() -> str | None:
@@ -248,7 +281,10 @@ class TransformerEngineBackend:
         return None
 
     @classmethod
-    def mm(cls, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor:
+    def mm(
+        cls, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None, of: range | None = None
+    ) -> torch.Tensor:
+        assert of is None
         if out is None:
             out = x.new_zeros(x.shape[0], stacks[0].shape[2])
         counts = _counts(groups.ends)
@@ -258,7 +294,8 @@ class TransformerEngineBackend:
         return out
 
     @classmethod
-    def wgrad(cls, x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
+    def wgrad(cls, x: torch.Tensor, g: torch.Tensor, groups: Groups, of: range | None = None) -> list[torch.Tensor]:
+        assert of is None
         counts = _counts(groups.ends)
         total = sum(counts)
         if not total:
@@ -333,10 +370,14 @@ def _counts(ends: torch.Tensor) -> list[int]:
     return [end - start for start, end in zip([0, *known[:-1]], known, strict=True)]
 
 
-def _rows_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """(e, its rows as a slice) of the groups that have rows."""
-    start = 0
-    for e, end in enumerate(ends.tolist()):
-        if end > start:
+def _asked(groups: Groups, of: range | None) -> range:
+    return range(len(groups.sizes)) if of is None else of
+
+
+def _rows_of(groups: Groups, of: range | None) -> Iterator[tuple[int, slice]]:
+    """(e, its rows as a slice) of the groups of these stacks that have rows."""
+    start, asked = 0, range(groups.first_group(of), groups.past_group(of))
+    for e, end in enumerate(groups.ends.tolist()):
+        if end > start and e in asked:
             yield e, slice(start, end)
         start = end

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,24 @@ _said: set[tuple[Any, ...]] = set()
 Machine = tuple[Backend, str]  # with the remedy for groups without rows
 
 
+class Arrivals(Protocol):
+    """Stacks behind the first, whose weights others are bringing: what they are multiplied by comes last, and their
+    gradients are handed over first, so that what travels does so beside the first stack's products."""
+
+    def under_way(self) -> bool:
+        """Whether somebody has yet to wait for them; in the backward anew, where they are brought again."""
+        ...
+
+    def wait(self) -> None:
+        """Behind it, on the caller's stream, their weights are there. Called before they are read; nothing to do where
+        they are not under way."""
+        ...
+
+    def gradients(self, made: list[torch.Tensor]) -> None:
+        """Weight gradients [E_i, K, F] of these stacks, as soon as the backward has them; autograd gets none."""
+        ...
+
+
 def grouped_mm(
     x: torch.Tensor,
     w: torch.Tensor | Sequence[torch.Tensor],
@@ -33,6 +51,7 @@ def grouped_mm(
     tail: bool = True,
     first_rows: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
+    arriving: Arrivals | None = None,
 ) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
 
@@ -52,6 +71,11 @@ def grouped_mm(
     buffer.empty(), whose rows combine reads where they lie. "loop" and "triton" store there; results of the others
     are copied, so that "auto" takes the loop for it on a CPU and Triton's kernel on a GPU.
 
+    arriving: the stacks behind the first are on their way here (`Arrivals`), and what does not need their weights is
+    computed before they are waited for: the first stack's rows, in the backward all weight gradients too, of which
+    theirs are handed over as soon as they are made. "te" waits before all. "auto" takes Triton's kernels for it on a
+    GPU, whose programs leave SMs to kernels that run beside. Bits are those without it.
+
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
     first_rows, nothing waits for the device (the first call per device and dtype, which probes, does). Raises
@@ -62,8 +86,9 @@ def grouped_mm(
         _check_out(out, x, stacks)
     known = None if first_rows is None else tuple(first_rows)
     groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
-    machine = _choose(backend, x, stacks, groups, out is not None)
-    return _GroupedMM.apply(out, x, groups, machine, tail, *stacks)
+    arriving = arriving if len(stacks) > 1 else None
+    machine = _choose(backend, x, stacks, groups, out is not None, arriving is not None)
+    return _GroupedMM.apply(out, x, groups, machine, tail, arriving, *stacks)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -78,13 +103,21 @@ class _GroupedMM(torch.autograd.Function):
         groups: Groups,
         machine: Machine,
         tail: bool,
+        arriving: Arrivals | None,
         *stacks: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, groups.ends, *stacks)
         ctx.facts = groups.sizes, groups.first_rows, machine, tail
+        ctx.arriving = arriving
         if out is not None:
             ctx.mark_dirty(out)
-        return _rows_times_stacks(x, stacks, groups, machine, tail, out)
+        if arriving is None or not arriving.under_way():
+            return _rows_times_stacks(x, stacks, groups, machine, tail, out)
+        if _in_turns(machine):
+            out = _rows_times_stacks(x, stacks, groups, machine, tail, out, range(1))
+        arriving.wait()
+        further = range(1, len(stacks)) if _in_turns(machine) else None
+        return _rows_times_stacks(x, stacks, groups, machine, tail, out, further)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -93,14 +126,60 @@ class _GroupedMM(torch.autograd.Function):
         sizes, first_rows, machine, tail = ctx.facts
         groups = Groups(ends, sizes, first_rows)
         grad = grad.contiguous()  # of a sum it is one number seen [N, F] times, which GEMMs do not take
-        dx = None
-        if ctx.needs_input_grad[1]:
-            dx = _rows_times_stacks(grad, [w.transpose(1, 2) for w in stacks], groups, machine, tail)
-        dw: Sequence[torch.Tensor | None] = [None] * len(stacks)
-        if any(wanted := ctx.needs_input_grad[5:]):
+        asks_dx, wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
+        turned = [w.transpose(1, 2) for w in stacks]
+        if ctx.arriving is not None:
+            dx, dw = _backward_in_turns(x, grad, turned, groups, machine, tail, ctx.arriving, asks_dx, wanted)
+            return None, dx, None, None, None, None, *dw
+        dx = _rows_times_stacks(grad, turned, groups, machine, tail) if asks_dx else None
+        dw = [None] * len(stacks)
+        if any(wanted):
             made = _weight_gradients(x, grad, groups, machine)
             dw = [gradient if asked else None for gradient, asked in zip(made, wanted, strict=True)]
-        return None, dx, None, None, None, *dw
+        return None, dx, None, None, None, None, *dw
+
+
+def _in_turns(machine: Machine) -> bool:
+    backend, remedy = machine
+    return backend.in_turns and remedy != "pad_empty"  # which copies all rows, once for all stacks
+
+
+def _backward_in_turns(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    turned: Sequence[torch.Tensor],
+    groups: Groups,
+    machine: Machine,
+    tail: bool,
+    arriving: Arrivals,
+    asks_dx: bool,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """(dx, gradients for autograd). Weights that are under way are waited for behind all that does without them, and
+    their gradients are handed over before the most that does not need to be behind these."""
+    own, further = range(1), range(1, len(turned))
+    dx: torch.Tensor | None = None
+    dw: list[torch.Tensor | None] = [None] * len(turned)
+    under_way, in_turns = arriving.under_way(), _in_turns(machine)
+    if asks_dx and under_way and in_turns:
+        dx = _rows_times_stacks(grad, turned, groups, machine, tail, None, own)
+    made: list[torch.Tensor] = []
+    if any(wanted[1:]):
+        made = _weight_gradients(x, grad, groups, machine, further if in_turns else None)
+        arriving.gradients(made[-len(further) :])
+    if asks_dx and not under_way:
+        dx = _rows_times_stacks(grad, turned, groups, machine, tail, None, range(len(turned)) if in_turns else None)
+    if wanted[0]:
+        dw[0] = (
+            made[0]
+            if made and not in_turns
+            else _weight_gradients(x, grad, groups, machine, own if in_turns else None)[0]
+        )
+    if under_way:
+        arriving.wait()
+        if asks_dx:
+            dx = _rows_times_stacks(grad, turned, groups, machine, tail, dx, further if in_turns else None)
+    return dx, dw
 
 
 def _rows_times_stacks(
@@ -110,7 +189,10 @@ def _rows_times_stacks(
     machine: Machine,
     tail: bool,
     out: torch.Tensor | None = None,
+    of: range | None = None,
 ) -> torch.Tensor:
+    """of: the stacks whose rows are computed, of a machine that does so; those behind the last group come with the last
+    stack's."""
     backend, remedy = machine
     if x.numel() == 0 or stacks[0].shape[2] == 0:
         return x.new_zeros(x.shape[0], stacks[0].shape[2]) if out is None else out.zero_()
@@ -119,35 +201,42 @@ def _rows_times_stacks(
         made = backend.mm(padded.rows, stacks, Groups(padded.offsets, groups.sizes))[padded.row_of]
         out = made if out is None else out.copy_(made)
     else:
-        out = backend.mm(x, stacks, groups, out)
-    return padding.zero_tail_(out, groups.ends) if tail else out
+        out = backend.mm(x, stacks, groups, out, of)
+    return padding.zero_tail_(out, groups.ends) if tail and (of is None or of.stop == len(stacks)) else out
 
 
-def _weight_gradients(x: torch.Tensor, grad: torch.Tensor, groups: Groups, machine: Machine) -> list[torch.Tensor]:
-    """One a stack."""
+def _weight_gradients(
+    x: torch.Tensor, grad: torch.Tensor, groups: Groups, machine: Machine, of: range | None = None
+) -> list[torch.Tensor]:
+    """One a stack, of all or of some."""
     backend, remedy = machine
+    sizes = groups.sizes if of is None else groups.sizes[of.start : of.stop]
     if x.numel() == 0 or grad.shape[1] == 0:
-        return [x.new_zeros(size, x.shape[1], grad.shape[1]) for size in groups.sizes]
+        return [x.new_zeros(size, x.shape[1], grad.shape[1]) for size in sizes]
     if remedy == "pad_empty":
         x, at, _ = padding.pad_groups(x, groups.ends, probing.PAD_ROWS, empty_only=True)
         grad = padding.pad_groups(grad, groups.ends, probing.PAD_ROWS, empty_only=True).rows
         return backend.wgrad(x, grad, Groups(at, groups.sizes))
-    made = backend.wgrad(x, grad, groups)
+    made = backend.wgrad(x, grad, groups, of)
     if remedy == "zero_empty_wgrad":
-        starts = torch.cat([groups.ends.new_zeros(1), groups.ends[:-1]]).split(groups.sizes)
-        for dw, ends, start in zip(made, groups.ends.split(groups.sizes), starts, strict=True):
+        asked = slice(groups.first_group(of), groups.past_group(of))
+        all_ends = groups.ends[asked].split(sizes)
+        starts = torch.cat([groups.ends.new_zeros(1), groups.ends[:-1]])[asked].split(sizes)
+        for dw, ends, start in zip(made, all_ends, starts, strict=True):
             padding.zero_empty_groups_(dw, ends - start[:1])
     return made
 
 
-def _choose(name: str, x: torch.Tensor, stacks: Sequence[torch.Tensor], groups: Groups, stores: bool) -> Machine:
-    """(backend, remedy). stores: the result has a place."""
+def _choose(
+    name: str, x: torch.Tensor, stacks: Sequence[torch.Tensor], groups: Groups, stores: bool, beside: bool = False
+) -> Machine:
+    """(backend, remedy). stores: the result has a place. beside: kernels that bring weights run beside it."""
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"backend={name!r} is unknown; give 'auto' or one of {', '.join(BACKENDS)}")
     reasons: list[str] = []
     shape = (sum(groups.sizes), *stacks[0].shape[1:])
     waits = len(stacks) > 1 and groups.first_rows is None
-    for candidate in _best(x.device, stores, waits) if name == "auto" else (name,):
+    for candidate in _best(x.device, stores, waits or beside) if name == "auto" else (name,):
         backend = BACKENDS[candidate]
         why = backend.refusal(x.device, x.dtype, shape) or backend.objection(stacks, groups)
         if why is None:
@@ -164,7 +253,8 @@ def _choose(name: str, x: torch.Tensor, stacks: Sequence[torch.Tensor], groups: 
 
 
 def _best(device: torch.device, stores: bool, waits: bool) -> tuple[str, ...]:
-    """What "auto" tries, in this order. stores: the result has a place. waits: torch would wait for the device."""
+    """What "auto" tries, in this order. stores: the result has a place. waits: torch would wait for the device, or take
+    all of its SMs while others are to run on some: its kernel's blocks, one an SM, would come in two waves."""
     if device.type == "cpu":
         return ("loop", "torch") if stores else ("torch", "loop")
     return ("triton", "torch", "loop") if stores or waits else ("torch", "triton", "loop")

@@ -52,6 +52,7 @@ def _rows_kernel(
     w3_ptr,
     ends_ptr,
     out_ptr,
+    from_group,
     num_groups,
     first1,
     first2,
@@ -72,13 +73,14 @@ def _rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """out[i] = x[i] @ w[e] for the rows i of every group e. first1..3: the first group of stacks 1 to 3. step0..3:
-    elements between experts of a stack; step_k, step_f: between elements of a matrix, the same in all stacks."""
+    """out[i] = x[i] @ w[e] for the rows i of the groups e in from_group .. num_groups. first1..3: the first group of
+    stacks 1 to 3. step0..3: elements between experts of a stack; step_k, step_f: between elements of a matrix, the same
+    in all stacks."""
     groups = tl.arange(0, GROUPS)
     known = groups < num_groups
     ends = tl.load(ends_ptr + groups, mask=known, other=0)
     starts = tl.load(ends_ptr + groups - 1, mask=known & (groups > 0), other=0)
-    heights = tl.where(known, (ends - starts + BM - 1) // BM, 0)  # in tiles
+    heights = tl.where(known & (groups >= from_group), (ends - starts + BM - 1) // BM, 0)  # in tiles
     through = tl.cumsum(heights)
     columns = (f + BN - 1) // BN
     for tile in range(tl.program_id(0), tl.sum(heights) * columns, tl.num_programs(0)):
@@ -144,24 +146,33 @@ def _weights_kernel(x_ptr, g_ptr, ends_ptr, out_ptr, first, k, f, BM: tl.constex
 
 
 def rows_times_stacks(
-    x: torch.Tensor, stacks: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor, **tile: int
+    x: torch.Tensor,
+    stacks: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+    groups: tuple[int, int] | None = None,
+    **tile: int,
 ) -> None:
     """out[i] = x[i] @ w[e] for every row i of every group e; other rows of out stay as they are.
 
     x [N, K] and out [N, F] contiguous, stacks of [E_i, K, F] with the same steps inside a matrix, one dtype (bf16,
-    fp16), at most MAX_STACKS; offsets int32 [sum of E_i]. tile: in place of ROWS_TILE's sizes."""
+    fp16), at most MAX_STACKS; offsets int32 [sum of E_i]. groups: (first, past the last) of those that are computed,
+    for one launch of several; others' weights are not read. tile: in place of ROWS_TILE's sizes."""
     sizes, (num_rows, k), f = {**ROWS_TILE, **tile}, x.shape, out.shape[1]
-    num_groups = offsets.numel()
+    begin, num_groups = groups or (0, offsets.numel())
     firsts, padded = [0, 0, 0, 0], [*stacks, *[stacks[0]] * (MAX_STACKS - len(stacks))]
     for i, stack in enumerate(stacks[:-1], 1):
         firsts[i] = firsts[i - 1] + stack.shape[0]
     # As many tiles as any counts can make: every group may end with a tile that is not full.
-    most = triton.cdiv(num_rows, sizes["BM"]) + min(num_groups, num_rows)
-    _rows_kernel[(min(most * triton.cdiv(f, sizes["BN"]), _programs(x.device)),)](
+    most = (triton.cdiv(num_rows, sizes["BM"]) + min(num_groups - begin, num_rows)) * triton.cdiv(f, sizes["BN"])
+    # In turns, kernels that bring weights run beside it: of programs that outlast their SMs' others, some would begin
+    # when these end, each with its whole share of the tiles. A program a tile goes to the SM that is free.
+    _rows_kernel[(min(most, _programs(x.device)) if groups is None else max(most, 1),)](
         x,
         *padded,
         offsets,
         out,
+        begin,
         num_groups,
         *firsts[1:],
         k,

@@ -26,21 +26,28 @@ class OnTheMachine(backends.TritonBackend):
     """What the Triton kernels do, by operations of torch's that leave counts on the device."""
 
     @staticmethod
-    def mm(x, stacks, groups, out=None):
+    def mm(x, stacks, groups, out=None, of=None):
         weights = torch.cat([*stacks, stacks[0].new_zeros(1, *stacks[0].shape[1:])])  # of rows behind all experts
         expert = torch.bucketize(torch.arange(len(x), device=x.device, dtype=torch.int32), groups.ends, right=True)
         made = (x[:, None] @ weights[expert])[:, 0]
-        return made if out is None else out.copy_(made)
+        if of is None or out is None:
+            return made if out is None else out.copy_(made)
+        past = groups.past_group(of)
+        asked = expert >= groups.first_group(of)
+        if past < len(groups.ends):
+            asked &= expert < past
+        return torch.where(asked[:, None], made, out, out=out)
 
     @staticmethod
-    def wgrad(x, g, groups):
+    def wgrad(x, g, groups, of=None):
         row = torch.arange(len(x), device=x.device, dtype=torch.int32)[:, None]
         starts = torch.nn.functional.pad(groups.ends[:-1], (1, 0))
         outs = [
             x.masked_fill((row < start) | (row >= end), 0).t() @ g.masked_fill(row >= groups.ends[-1], 0)
             for start, end in zip(starts.unbind(), groups.ends.unbind(), strict=True)
         ]
-        return [torch.stack(part) for part in _split(outs, groups.sizes)]
+        made = [torch.stack(part) for part in _split(outs, groups.sizes)]
+        return made if of is None else made[of.start : of.stop]
 
 
 def _split(outs, sizes):

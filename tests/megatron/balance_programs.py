@@ -253,6 +253,7 @@ def bit_equality(ep, spare_slots, grouped):
         megatron_patches.apply(**common)
         assert equal(train(groups, ep)[0], off)
     common["balance_clones"] = "anywhere"
+    balance_push.RAILS_FROM_BYTES = 0  # these experts are small; of large ones owners hold few gradients at once
     megatron_patches.apply(**common, balance="exact", spare_slots=spare_slots, balance_epsilon=0.0)
     empty, copies = train(groups, ep, empty_plan)
     assert equal(empty, off) and copies == 0
@@ -320,7 +321,7 @@ def mutants(ep, grouped):
         return part(self, like_owner, (slot + 1) % self.num_owners, n)
 
     def no_refill(ctx, gradient):
-        return None, None, gradient
+        return None, gradient
 
     in_messages = (
         ("doubled", clones, "collect_gradients", scaled(2)),

@@ -103,10 +103,11 @@ def mutants(ep):
     megatron_patches.apply()
     off, _ = train(groups, ep)
     apply("kernels", spare_slots=2)
-    collect, push = SpareSlots.collect, SpareSlots.push
+    collect, push = SpareSlots.start_collect, SpareSlots.push
 
     def twice(self, *arguments):
         collect(self, *arguments)
+        self.wait_collect()
         collect(self, *arguments)
 
     def wrong_slot(self, plan, *rest):
@@ -121,15 +122,15 @@ def mutants(ep):
         push(self, plan, weights[1:] + weights[:1], *rest)
 
     def no_refill(ctx, gradient):
-        return None, None, gradient
+        return None, gradient
 
     missed = missed_of(
         groups,
         ep,
         off,
-        ("doubled", SpareSlots, "collect", twice),
-        ("wrong slot", SpareSlots, "collect", wrong_slot),
-        ("no gradients", SpareSlots, "collect", nothing),
+        ("doubled", SpareSlots, "start_collect", twice),
+        ("wrong slot", SpareSlots, "start_collect", wrong_slot),
+        ("no gradients", SpareSlots, "start_collect", nothing),
         ("wrong expert", SpareSlots, "push", wrong_expert),
         ("no refill", balance_push._Refill, "backward", staticmethod(no_refill)),
     )

@@ -9,21 +9,23 @@ from push_programs import crossing, planned
 from rank_programs import EXPERTS, initialize
 
 import megatron_patches
-from megatron_patches import balance_relay
+from megatron_patches import balance_push, balance_relay
 from megatron_patches.balance_relay import Rails
 
 
-def apply(width, **options):
+def apply(width, straight=False, **options):
+    """straight: small experts, as these are, go straight; else along the rails, as large ones."""
+    balance_push.RAILS_FROM_BYTES = 1 << 62 if straight else 0
     chosen = {"balance": "exact", "balance_epsilon": 0.0, "spare_slots": 2, **options}
     megatron_patches.apply(ranks_per_node=width, balance_clones="anywhere", **chosen)
 
 
-def bit_equality(ep, width, grouped):
+def bit_equality(ep, width, grouped, straight):
     """Off, and clones anywhere: the same bits of everything, whatever the plan."""
     groups = initialize(ep)
     megatron_patches.apply(ranks_per_node=width, grouped_gemm=grouped)
     off, _ = train(groups, ep)
-    apply(width, grouped_gemm=grouped)
+    apply(width, straight, grouped_gemm=grouped)
     with planned() as seen:
         for seed, main_grad in ((1, True), (2, False)):
             forced, _ = train(groups, ep, lambda manager, seed=seed: random_plan(seed, manager), main_grad)
@@ -33,7 +35,7 @@ def bit_equality(ep, width, grouped):
     assert equal(again, forced), "a replay of the same plans differs"
     recomputed, _ = train(groups, ep, recompute=True)
     assert equal(recomputed, off), "recomputation"
-    apply(width, balance="both", grouped_gemm=grouped)
+    apply(width, straight, balance="both", grouped_gemm=grouped)
     owners = [np.random.default_rng(layer).permutation(EXPERTS) for layer in range(2)]
     both, _ = train(groups, ep, lambda manager: random_plan(5, manager), owners=owners)
     assert equal(both, off), "clones of experts that live elsewhere"

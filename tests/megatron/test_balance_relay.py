@@ -17,7 +17,7 @@ from test_dispatcher import Program
 
 from hybrid_ep.balance.relays import relays
 from megatron_patches import balance_push, balance_relay
-from megatron_patches.balance_relay import Rails
+from megatron_patches.balance_relay import Rails, Straight
 
 
 class Step:
@@ -67,15 +67,15 @@ def worlds(draw):
     return slot_expert, owner, width, draw(st.lists(st.integers(1, 700), min_size=1, max_size=3))
 
 
-def rails_of(num_ranks, width):
-    return [Rails(rank, width, Step) for rank in range(num_ranks)]
+def ways_of(num_ranks, width, straight):
+    return [Straight(rank, Step) if straight else Rails(rank, width, Step) for rank in range(num_ranks)]
 
 
 def weight(expert, n, size):
     return torch.arange(size, dtype=torch.float32) + 1000 * expert + 100_000 * n
 
 
-def pushed(slot_expert, owner, width, sizes):
+def pushed(slot_expert, owner, width, sizes, straight=False):
     """(slots of all ranks, [rank][n] [S, size], elements sent)."""
     ranks, num_slots = slot_expert.shape
     found = [[torch.full((num_slots, size), -1.0) for size in sizes] for _ in range(ranks)]
@@ -90,17 +90,17 @@ def pushed(slot_expert, owner, width, sizes):
 
     moved = run(
         [
-            rails.push(rounds, sizes, own(rank), lambda slot, n, rank=rank: found[rank][n][slot])
-            for rank, rails in enumerate(rails_of(ranks, width))
+            way.push(rounds, sizes, own(rank), lambda slot, n, rank=rank: found[rank][n][slot])
+            for rank, way in enumerate(ways_of(ranks, width, straight))
         ]
     )
     return found, moved
 
 
-@given(worlds())
-def test_clones_get_their_experts_and_nothing_else_is_written(world):
+@given(worlds(), st.booleans())
+def test_clones_get_their_experts_and_nothing_else_is_written(world, straight):
     slot_expert, owner, width, sizes = world
-    found, _ = pushed(*world)
+    found, _ = pushed(*world, straight)
     for (rank, slot), expert in np.ndenumerate(slot_expert):
         for n, size in enumerate(sizes):
             wanted = torch.full((size,), -1.0) if expert < 0 else weight(expert, n, size)
@@ -131,12 +131,23 @@ def gradients_of(rank, slot_expert, sizes):
     return [torch.randn(slot_expert.shape[1], size, generator=rng) for size in sizes]
 
 
-def collected(world):
+@given(worlds())
+def test_straight_every_clone_gets_its_expert_from_the_owner(world):
+    slot_expert, owner, _, sizes = world
+    _, moved = pushed(*world, straight=True)
+    wanted = defaultdict(int)
+    for (rank, _), expert in np.ndenumerate(slot_expert):
+        if expert >= 0:
+            wanted[int(owner[expert]), rank] += sum(sizes)
+    assert moved == wanted
+
+
+def collected(world, straight=False):
     """(expert, n) -> what add was called with, of all ranks and calls, on the owner."""
     slot_expert, owner, width, sizes = world
     rounds, found = relays(slot_expert, owner, width), {}
     given_, walks = [], []
-    for rank, rails in enumerate(rails_of(len(slot_expert), width)):
+    for rank, way in enumerate(ways_of(len(slot_expert), width, straight)):
         mine = gradients_of(rank, slot_expert, sizes)
 
         def add(expert, n, total, rank=rank):
@@ -144,7 +155,7 @@ def collected(world):
             found.setdefault((expert, n), []).append(total)
 
         given_.append(mine)
-        walks.append(rails.collect(rounds, sizes, lambda slot, n, mine=mine: mine[n][slot], add))
+        walks.append(way.collect(rounds, sizes, lambda slot, n, mine=mine: mine[n][slot], add))
     run(walks)
     for rank, mine in enumerate(given_):
         assert all(map(torch.equal, mine, gradients_of(rank, slot_expert, sizes))), "a clone's gradient was written"
@@ -179,9 +190,9 @@ def same(found, wanted):
 
 
 @given(worlds())
-def test_owners_get_the_sums_in_the_order_that_is_said(world):
-    found, wanted = collected(world), summed(world)
-    assert same(found, wanted)
+def test_owners_get_the_sums_in_the_order_that_is_said_either_way(world):
+    wanted = summed(world)
+    assert same(collected(world), wanted) and same(collected(world, straight=True), wanted)
 
 
 HOT = np.array([[0], [-1], [-1], [0], [0], [0], [0], [0], [0]]), np.array([1, 5]), 3, [300, 1]  # expert 0 everywhere
@@ -266,9 +277,9 @@ def of_ranks(name, num_ranks, *arguments):
 
 
 @pytest.mark.version_free
-@pytest.mark.parametrize("width, grouped", [(2, True), (1, False)])
-def test_any_plan_gives_the_bits_of_off(width, grouped):
-    of_ranks("bit_equality", 4, width, grouped)
+@pytest.mark.parametrize("width, grouped, straight", [(2, True, False), (1, False, False), (2, True, True)])
+def test_any_plan_gives_the_bits_of_off(width, grouped, straight):
+    of_ranks("bit_equality", 4, width, grouped, straight)
 
 
 @pytest.mark.version_free

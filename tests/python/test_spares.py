@@ -261,6 +261,7 @@ def test_bad_arguments_are_refused_by_name():
         good = [[torch.zeros(shape) for shape in SHAPES]]
         for call, match in (
             (lambda: slots.wait(), "wait: no push"),
+            (lambda: slots.wait_collect(), r"wait_collect: no collection.*start_collect\("),
             (lambda: slots.push(plan.long(), good), "plan is"),
             (lambda: slots.push(plan + 9, good), "plan names experts 8 to 8"),
             (lambda: slots.push(plan, []), "weights has"),
@@ -275,6 +276,12 @@ def test_bad_arguments_are_refused_by_name():
         with pytest.raises(ValueError, match=r"push: .*wait\(\) first"):
             slots.push(plan, good)
         slots.wait()
+        slots.start_collect(plan, good)
+        for call in (slots.start_collect, slots.collect):
+            with pytest.raises(ValueError, match=r"start_collect: .*wait_collect\(\)"):
+                call(plan, good)
+        slots.wait_collect()
+        slots.collect(plan, good)
 
     world = VirtualWorld(1, 1)
     world.run(work)

@@ -15,7 +15,7 @@ import experiment_balance_steps as steps
 from hybrid_ep.balance import MicrobatchOptions, MicrobatchPlan, MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models, routing, step_time
+from hybrid_ep.perf import efficiency, models, routing, step_time
 from hybrid_ep.perf.step_time import Job, Layer
 
 SMALL = Job(models.get("deepseek_v3"), clusters.get("h100_8x400g"), gpus=16, ep=16, tokens=256, micro_batches=4)
@@ -49,19 +49,22 @@ def test_modes_agree_with_their_columns(mode):
     by_rank = np.bincount(got.columns.ravel() // (got.slots // 16), minlength=16)
     assert by_rank.sum() == 16 * 256 * 8 and by_rank.max() / by_rank.mean() - 1 == pytest.approx(got.imbalance)
     assert (got.clones > 0) == (mode not in ("off", "slow"))
-    assert got.pushed_us > 0 or not got.clones
+    assert got.pushes.all_us > 0 or not got.clones
+    assert 0 <= steps.shown_us(got.pushes, SMALL) <= got.pushes.all_us
     if mode in ("exact", "both"):
         assert got.imbalance <= 0.0101
 
 
-@pytest.mark.parametrize("pushed_us", [0.0, 300.0])
-def test_a_row_timed_again_has_the_steps_of_its_exchange(pushed_us, monkeypatch):
+@pytest.mark.parametrize("pushed_us, shown_us", [(0.0, 0.0), (300.0, 100.0)])
+def test_a_row_timed_again_has_the_steps_of_its_exchange(pushed_us, shown_us, monkeypatch):
     monkeypatch.setitem(steps.ENGINES, "model", (16, 256))
     row = {"cluster": "gb200_nvl72", "engine": "model", "imbalance": 0.2, "dispatch_us": 50.0, "combine_us": 70.0}
-    row |= {"pushed_us": pushed_us, "step_s": 0.0, "step_without_pushes_s": 0.0}
+    row |= {"pushed_us": pushed_us, "shown_us": shown_us}
+    row |= dict.fromkeys(("step_s", "step_in_full_view_s", "step_without_pushes_s"), 0.0)
     got = steps.again(row)
     job = replace(steps.job_of("gb200_nvl72", 16, 256), imbalance=0.2)
-    assert got["step_s"] == step_time.step(job, Layer(120.0, pushed_us)).seconds
+    assert got["step_s"] == step_time.step(job, Layer(120.0, shown_us)).seconds
+    assert got["step_in_full_view_s"] == step_time.step(job, Layer(120.0, pushed_us)).seconds
     assert got["step_without_pushes_s"] == step_time.step(job, Layer(120.0)).seconds
     assert got.keys() == row.keys() and got["dispatch_us"] == 50.0
 
@@ -72,6 +75,27 @@ def test_pushes_are_charged_to_the_busiest_port():
     assert steps.port_us([(0, 1, 1e6)], SMALL) == pytest.approx(1e6 / nvlink)
     assert steps.port_us([(0, 8, 1e6), (0, 9, 1e6), (1, 8, 1e6)], SMALL) == pytest.approx(2e6 / nic)
     assert steps.port_us([(0, 8, 1e6), (1, 8, 2e6), (2, 8, 1e6)], SMALL) == pytest.approx(4e6 / nic)
+
+
+def test_what_experts_compute_meanwhile_hides_pushes():
+    job = replace(SMALL, tokens=4096)
+    ninth = 4096 * efficiency.per_token(job.model, job.cluster, "bf16", job.sequence).expert_gemms / 9
+    beside = [8 / 132, 8 / 132, 64 / 132]  # SMs of 132 that products lack meanwhile
+    own, load = np.array([1.0, 0.25]), np.array([1.0, 1.0])  # rank 1: a quarter its own rows, the rest a clone's
+    hidden = [2 * ninth * 0.25, ninth * 1.25, ninth * (4 - 2 * 0.75)]
+
+    def shown(there, back):
+        return steps.shown_us(steps.Pushes(there, back, 7.0, own, load), job)
+
+    less, more = min(hidden) / 2, 2 * max(hidden)
+    assert shown(less, less) == pytest.approx(7 + less * sum(beside)), "all of it, for a price"
+    left = sum(more - h + h * b for h, b in zip(hidden, beside, strict=True))
+    assert shown(more, more) == pytest.approx(7 + left)
+    cold = steps.Pushes(less, less, 0.0, np.array([1.0, 0.0]), load)
+    assert steps.shown_us(cold, job) == pytest.approx(less * (1 + beside[1] + beside[2])), (
+        "nothing of its own to compute"
+    )
+    assert steps.shown_us(steps.Pushes(moved_us=7.0), job) == 7.0
 
 
 def hot(ranks, within=False):

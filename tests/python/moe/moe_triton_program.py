@@ -124,6 +124,14 @@ def grouped_is_right(kernels, dtype: torch.dtype, cuts: tuple[int, ...], counts:
     stacks = [torch.cat([w, stored])[: len(w)].transpose(1, 2) for w in stored.tensor_split(list(cuts))]
     ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32)
     kernels.rows_times_stacks(x, stacks, ends, out, BM=16, BN=32, BK=16)
+    turns, cut = torch.full_like(out, 7.0), cuts[0] if cuts else len(counts)
+    for groups in ((cut, len(counts)), (0, cut)):
+        kernels.rows_times_stacks(x, stacks, ends, turns, groups, BM=16, BN=32, BK=16)
+        others = slice(sum(counts[: groups[0]])), slice(sum(counts[: groups[1]]), None)
+        if groups[0] and any(not (turns[rows] == 7).all() for rows in others):
+            return False
+    if not torch.equal(turns, out):
+        return False
     gradients = [torch.full_like(stack, float("nan")).contiguous() for stack in stacks]
     first = 0
     for dw in gradients:
@@ -150,6 +158,7 @@ FAULTS = {
     "bands lose a row tile": ("rows = tl.minimum(height - band, BAND)", "rows = tl.minimum(height, BAND)"),
     "the tile that is not full is forgotten": ("(ends - starts + BM - 1) // BM", "(ends - starts) // BM"),
     "rows behind the group enter its gradient": ("in_rows = (at_row < end - done)", "in_rows = (at_row < BR)"),
+    "a turn begins at the first group": ("known & (groups >= from_group)", "known"),
     "the rest of K is not masked": ("if not EVEN_K:", "if False:"),
 }
 

@@ -202,16 +202,23 @@ def test_bad_input_is_named(change, said):
 # ---- the probe, on machines with each of the known bugs
 
 
+def empty_groups(groups, of):
+    """Which groups of each stack have no rows, of all stacks or of some."""
+    found = (torch.diff(groups.ends, prepend=groups.ends.new_zeros(1)) == 0).split(groups.sizes)
+    return found if of is None else found[of.start : of.stop]
+
+
 class StaleAccumulator(LoopBackend):
     """An empty group's gradient is what the tile before it left, as on one GPU with torch 2.9."""
 
     name = "stale"
 
     @staticmethod
-    def wgrad(x, g, groups):
-        out = torch.cat(LoopBackend.wgrad(x, g, groups))
-        out[torch.diff(groups.ends, prepend=groups.ends.new_zeros(1)) == 0] = 7.0
-        return list(out.split(groups.sizes))
+    def wgrad(x, g, groups, of=None):
+        made = LoopBackend.wgrad(x, g, groups, of)
+        for out, empty in zip(made, empty_groups(groups, of), strict=True):
+            out[empty] = 7.0
+        return made
 
 
 class NeverWritten(LoopBackend):
@@ -221,11 +228,11 @@ class NeverWritten(LoopBackend):
     mm = TorchBackend.mm  # which writes no tail
 
     @staticmethod
-    def wgrad(x, g, groups):
-        out = torch.full((sum(groups.sizes), x.shape[1], g.shape[1]), float("nan"), dtype=x.dtype)
-        full = torch.diff(groups.ends, prepend=groups.ends.new_zeros(1)) > 0
-        out[full] = torch.cat(LoopBackend.wgrad(x, g, groups))[full]
-        return list(out.split(groups.sizes))
+    def wgrad(x, g, groups, of=None):
+        made = LoopBackend.wgrad(x, g, groups, of)
+        for out, empty in zip(made, empty_groups(groups, of), strict=True):
+            out[empty] = float("nan")
+        return made
 
 
 class SpoilsNeighbours(LoopBackend):
@@ -234,8 +241,8 @@ class SpoilsNeighbours(LoopBackend):
     name = "spoils"
 
     @staticmethod
-    def wgrad(x, g, groups):
-        out = LoopBackend.wgrad(x, g, groups)
+    def wgrad(x, g, groups, of=None):
+        out = LoopBackend.wgrad(x, g, groups, of)
         lost = (torch.diff(groups.ends, prepend=groups.ends.new_zeros(1)) == 0).any()
         return [dw + 1 for dw in out] if lost else out
 
@@ -244,7 +251,7 @@ class Raises(LoopBackend):
     name = "raises"
 
     @staticmethod
-    def wgrad(x, g, groups):
+    def wgrad(x, g, groups, of=None):
         raise RuntimeError("CUTLASS cannot handle delta=0\nat some line")
 
 
@@ -252,8 +259,8 @@ class AlwaysWrong(LoopBackend):
     name = "wrong"
 
     @staticmethod
-    def mm(x, stacks, groups, out=None):
-        return LoopBackend.mm(x, stacks, groups, out).mul_(1.5)
+    def mm(x, stacks, groups, out=None, of=None):
+        return LoopBackend.mm(x, stacks, groups, out, of).mul_(1.5)
 
 
 BROKEN = {

@@ -73,28 +73,30 @@ def backward_of(x, parts, offsets):
     ctx = types.SimpleNamespace(
         saved_tensors=(x, offsets.int(), *stacks),
         facts=((2, 2), None, machine, True),
-        needs_input_grad=(False, True, *[False] * 3, *[True] * len(stacks)),
+        arriving=None,
+        needs_input_grad=(False, True, *[False] * 4, *[True] * len(stacks)),
     )
     with torch.no_grad():
         _, dx, *_, first, second = grouped._GroupedMM.backward(ctx, x.new_empty(32, 48))
     return dx, [first, second]
 
 
-def chosen(backend="auto", dtype=torch.bfloat16, stacks=2, first_rows=None, stores=False):
+def chosen(backend="auto", dtype=torch.bfloat16, stacks=2, first_rows=None, stores=False, beside=False):
     x, parts, _ = gpu_problem(dtype, stacks)
-    return choose(backend, x, [w.transpose(1, 2) for w in parts], first_rows, stores)
+    return choose(backend, x, [w.transpose(1, 2) for w in parts], first_rows, stores, beside)
 
 
-def choose(backend, x, stacks, first_rows=None, stores=False):
+def choose(backend, x, stacks, first_rows=None, stores=False, beside=False):
     sizes = tuple(w.shape[0] for w in stacks)
     ends = torch.empty(sum(sizes), dtype=torch.int32, device="cuda")
-    return grouped._choose(backend, x, stacks, Groups(ends, sizes, first_rows), stores)[0].name
+    return grouped._choose(backend, x, stacks, Groups(ends, sizes, first_rows), stores, beside)[0].name
 
 
 @HAS_TRITON
 def test_triton_multiplies_where_torch_would_wait_or_copy(on_hopper):
     assert chosen(stacks=1) == "torch" and chosen(first_rows=(0, 7)) == "torch"
     assert chosen() == "triton" and chosen(stacks=1, stores=True) == "triton"
+    assert chosen(first_rows=(0, 7), beside=True) == "triton", "torch's kernel would take the SMs of those beside it"
     assert chosen(stacks=1, dtype=torch.float16) == "triton", "torch's kernels for GPUs take bf16"
     assert chosen(stacks=1, dtype=torch.float32) == "loop"
     assert chosen(stacks=5) == "torch", "pointers to four stacks are arguments"
