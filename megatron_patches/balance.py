@@ -22,6 +22,7 @@ import torch.distributed as dist
 from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
 from megatron_patches import balance_experts, balance_kernels, balance_push, buffers, graphs, recompute, settings
+from megatron_patches.balance_arriving import Arriving
 from megatron_patches.manager import HybridEPManager
 from megatron_patches.static_rows import StaticRows, filled
 
@@ -210,7 +211,7 @@ class ExactManager(SlowManager):
         self.static = StaticRows(wanted.balance, config) if wanted.balance.static_rows else None
         self.plan_with: Callable[[np.ndarray], MicrobatchPlan] | None = None
         self.clones: balance_push.CloneExperts | None = None
-        self.push: balance_push.Pushed | None = None
+        self.push: Arriving | None = None
         self.work: Any = None
         self._num_rows: int | None = None  # of the dispatch under way, where rows are static
 
@@ -237,7 +238,7 @@ class ExactManager(SlowManager):
             plan, *routed = self._planned_on_host(self.plan_with, routing_map, probs, known)
         self.last_plan = plan
         self.work = self.clones.work_of(plan)
-        self.push = self.clones.start_push(self.work)  # travels while the tokens do
+        self.push = Arriving(self.clones, self.work)  # travels while the tokens do
         self.routing_map, self.token_probs = routed
         self._num_rows = None
         if self.static is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     from hybrid_ep.balance.owners import Owners
-    from megatron_patches.balance_push import Arriving
+    from megatron_patches.balance_arriving import Arriving
     from megatron_patches.experts import GroupedExperts
 
 

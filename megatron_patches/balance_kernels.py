@@ -20,7 +20,8 @@ from hybrid_ep import env
 from hybrid_ep.runtime import nvshmem
 from hybrid_ep.runtime.spares import why_not
 from megatron_patches import graphs
-from megatron_patches.balance_push import CloneExperts, Homeward, Pushed, fp32_main_grad
+from megatron_patches.balance_arriving import Homeward, Pushed, SlotUse, fp32_main_grad
+from megatron_patches.balance_push import CloneExperts
 
 if TYPE_CHECKING:
     from hybrid_ep.balance.microbatch import MicrobatchPlan
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_patches.balance import ExactManager
 
 # (group, spare slots, experts of a rank, shapes, dtype, what its layers ask of exchanges) -> slots, for all layers
-_slots: dict[tuple[Any, ...], SpareSlots] = {}
+_slots: dict[tuple[Any, ...], tuple[SpareSlots, SlotUse]] = {}
 _said: set[tuple[dist.ProcessGroup, str]] = set()  # choices that were printed
 
 
@@ -84,7 +85,7 @@ def release() -> None:
     """Give the slots' memory back; layers that live on cannot push any more."""
     _said.clear()
     while _slots:
-        _slots.popitem()[1].destroy()
+        _slots.popitem()[1][0].destroy()
 
 
 def describe() -> tuple[str, ...]:
@@ -92,7 +93,7 @@ def describe() -> tuple[str, ...]:
     return tuple(
         f"SpareSlots: {key[0].size()} ranks, {key[1]} slots a rank for clones, {key[4]}, "
         f"{slots.memory_report().total_bytes:,} bytes registered"
-        for key, slots in _slots.items()
+        for key, (slots, _) in _slots.items()
     )
 
 
@@ -101,7 +102,7 @@ class KernelCloneExperts(CloneExperts):
 
     spares: SpareSlots
 
-    def make_stacks(self) -> list[torch.Tensor]:
+    def make_stacks(self) -> tuple[list[torch.Tensor], SlotUse]:
         """Collective."""
         from hybrid_ep.spares import SpareSlots
 
@@ -109,7 +110,7 @@ class KernelCloneExperts(CloneExperts):
         shapes, dtype = tuple(tuple(shape) for shape in weights.shapes), weights.owners[0].dtype
         key = self.group, self.num_slots, weights.num_owners, shapes, dtype, wanted
         if key not in _slots:
-            _slots[key] = SpareSlots(
+            made = SpareSlots(
                 self.group,
                 spare_slots=self.num_slots,
                 num_owners=weights.num_owners,
@@ -118,8 +119,9 @@ class KernelCloneExperts(CloneExperts):
                 num_of_hybrid_ep_ranks_per_nvlink_domain=wanted.ranks_per_node,
                 timeout_s=wanted.timeout_s,
             )
-        self.spares = _slots[key]
-        return list(self.spares.weights)
+            _slots[key] = made, SlotUse()
+        self.spares, use = _slots[key]
+        return list(self.spares.weights), use
 
     def work_of(self, plan: MicrobatchPlan) -> Work:
         """The plan where kernels read it: as they made it, or a host's."""

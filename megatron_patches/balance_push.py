@@ -2,10 +2,10 @@
 
 By torch.distributed; where the ranks' own kernels do it, `balance_kernels` has what differs. Everything is point to
 point between ranks of the expert-parallel group, in stripes along the rails or straight, as the plan says, which all
-ranks share (`balance_relay`). Gradients travel and are summed in fp32. With Megatron's DDP they are added to main_grad in
-the backward of the push; that runs before the parameter's own gradient is complete, hence before DDP counts the
-parameter as ready and reduces its bucket. Nothing is averaged, and it happens once a backward, also under no-sync
-accumulation.
+ranks share (`balance_relay`). Gradients travel and are summed in fp32. With Megatron's DDP they are added to
+main_grad in the backward of the push; that runs before the parameter's own gradient is complete, hence before DDP
+counts the parameter as ready and reduces its bucket. Nothing is averaged, and it happens once a backward, also under
+no-sync accumulation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from hybrid_ep.balance.relays import relays
 from hybrid_ep.errors import DeadlineError
 from megatron_patches import settings
+from megatron_patches.balance_arriving import Homeward, Push, Pushed, Refill, SlotUse, fp32_main_grad
 from megatron_patches.balance_relay import Rails, Straight
 
 if TYPE_CHECKING:
@@ -38,13 +39,16 @@ _Place = tuple[int, torch.Size, tuple[int, ...]]  # (storage offset, size, strid
 
 _SlotsKey = tuple[dist.ProcessGroup, int, int, torch.dtype, torch.device]
 # (group, spare slots, elements, dtype, device) -> Tensor [spare slots * elements], for all layers
-_slots: dict[_SlotsKey, torch.Tensor] = {}
+_slots: dict[_SlotsKey, tuple[torch.Tensor, SlotUse]] = {}
 
 
-def _shared_slots(group: dist.ProcessGroup, num_slots: int, num_elements: int, like: torch.Tensor) -> torch.Tensor:
+def _shared_slots(
+    group: dist.ProcessGroup, num_slots: int, num_elements: int, like: torch.Tensor
+) -> tuple[torch.Tensor, SlotUse]:
     key = (group, num_slots, num_elements, like.dtype, like.device)
     if key not in _slots:
-        _slots[key] = torch.zeros(num_slots * num_elements, dtype=like.dtype, device=like.device)
+        slots = torch.zeros(num_slots * num_elements, dtype=like.dtype, device=like.device)
+        _slots[key] = slots, SlotUse()
     return _slots[key]
 
 
@@ -69,12 +73,6 @@ def wait_for(work: Iterable[dist.Work], what: str, rank: int) -> None:
                 rank=rank,
                 waited_s=waited,
             ) from error
-
-
-class Pushed(Protocol):
-    """A push under way, or gradients."""
-
-    def wait(self) -> None: ...
 
 
 class Transfer:
@@ -149,22 +147,24 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class CloneExperts:
     """Runs a layer's experts with the clones that this rank holds for others.
 
-    stacks: a tensor [slots, *shape] for every matrix of an expert, views of the slots that all layers share.
+    stacks: a tensor [slots, *shape] for every matrix of an expert, views of the slots that all layers share. use: who
+    has them; number: of this layer among these; sends_early: whether weights come before its backward asks for them.
     """
 
     def __init__(self, manager: ExactManager) -> None:
         self.manager, self.group, self.weights = manager, manager.group, manager.weights
         self.num_slots = manager.settings.balance.spare_slots
-        self.stacks = self.make_stacks()
+        self.stacks, self.use = self.make_stacks()
+        self.number, self.sends_early = self.use.next_number(), True
         self.ranks_per_node = self.group.size() // manager.planner.options.num_nodes
         self.straight = sum(self.weights.sizes) * self.stacks[0].element_size() < RAILS_FROM_BYTES
 
-    def make_stacks(self) -> list[torch.Tensor]:
-        """[slots, *shape] for every matrix, in one storage."""
+    def make_stacks(self) -> tuple[list[torch.Tensor], SlotUse]:
+        """[slots, *shape] for every matrix, in one storage, and who has them."""
         sizes = [self.num_slots * size for size in self.weights.sizes]
-        slots = _shared_slots(self.group, self.num_slots, sum(self.weights.sizes), self.weights.owners[0])
+        slots, use = _shared_slots(self.group, self.num_slots, sum(self.weights.sizes), self.weights.owners[0])
         shapes = [(self.num_slots, *shape) for shape in self.weights.shapes]
-        return [part.view(shape) for part, shape in zip(slots.split(sizes), shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(slots.split(sizes), shapes, strict=True)], use
 
     def owner_slot(self, expert: int) -> int:
         """Local owner slot of a logical expert that lives here."""
@@ -206,19 +206,18 @@ class CloneExperts:
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The experts' forward: owners with their own weights, then each slot with its clone's."""
-        plan, work, push = self.manager.last_plan, self.manager.work, self.manager.push
-        if plan is None or push is None:
+        plan, arriving = self.manager.last_plan, self.manager.push
+        if plan is None or arriving is None:
             raise RuntimeError("the experts of a balanced layer ran before its dispatch: call the dispatcher first")
-        arriving = Arriving(self, work, push)
         if not self.may_clone(plan):
-            arriving.wait()
+            arriving.without_clones()
             owners = int(tokens_per_expert[: self.weights.num_owners].sum())
             return self.weights.forward(rows[:owners], tokens_per_expert[: self.weights.num_owners], probs[:owners])
-        stacks = _Push.apply(arriving, *self.weights.owners)
+        stacks = Push.apply(arriving, *self.weights.owners)
         in_slots = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         output, bias = self.weights.run(rows, tokens_per_expert, probs, stacks, in_slots, arriving)
         arriving.wait()  # where nothing was computed with them
-        return _Refill.apply(arriving, output), bias
+        return Refill.apply(arriving, output), bias
 
     def may_clone(self, plan: MicrobatchPlan) -> bool:
         """Whether to run the clones, the same on all ranks."""
@@ -258,127 +257,3 @@ class CloneExperts:
             return packed
         offset, size, stride = packed
         return torch.as_strided(self.stacks[0].data, size, stride, offset)
-
-
-def fp32_main_grad(owner: torch.nn.Parameter) -> torch.Tensor | None:
-    """Megatron's gradient of a parameter, where that is fp32."""
-    total = getattr(owner, "main_grad", None)
-    return total if total is not None and total.dtype == torch.float32 else None
-
-
-def left_for_autograd(owner: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor | None:
-    """An fp32 sum beside main_grad: added to one of another type, or given to autograd in the parameter's."""
-    main_grad: torch.Tensor | None = getattr(owner, "main_grad", None)
-    if total is not None and main_grad is not None:
-        main_grad.add_(total)
-        return None
-    return total if total is None else total.to(owner.dtype)
-
-
-class Homeward:
-    """Gradients of clones on their way to their owners. kept: what has to outlive the way."""
-
-    def __init__(
-        self,
-        under_way: Pushed,
-        owners: Sequence[torch.nn.Parameter],
-        sums: dict[torch.nn.Parameter, torch.Tensor],
-        kept: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self._under_way, self._owners, self._sums, self._kept = under_way, owners, sums, kept
-
-    def wait(self) -> list[torch.Tensor | None]:
-        """Until they are there: on a GPU the stream. What is left for autograd, for each of the owners' parameters."""
-        self._under_way.wait()
-        self._kept = ()
-        return [left_for_autograd(owner, self._sums.get(owner)) for owner in self._owners]
-
-
-class Arriving:
-    """The clones of one micro-batch on this rank: weights on their way here, in the forward and again in the backward,
-    and gradients on their way home. What needs neither is computed meanwhile (`hybrid_ep.moe.grouped.Arrivals`)."""
-
-    def __init__(self, clones: CloneExperts, work: Any, push: Pushed) -> None:
-        self.clones, self.work = clones, work
-        self._push: Pushed | None = push
-        self._made: dict[int, torch.Tensor] = {}  # gradients of the slots, a stack a matrix
-        self._homeward: Homeward | None = None
-
-    def of(self, n: int) -> ArrivingMatrix:
-        """What a product with matrix n is to know."""
-        return ArrivingMatrix(self, n)
-
-    def under_way(self) -> bool:
-        return self._push is not None
-
-    def wait(self) -> None:
-        """Until the slots have the weights. DeadlineError when one who brings them does not answer or is gone."""
-        push, self._push = self._push, None
-        if push is not None:
-            push.wait()
-
-    def refill(self) -> None:
-        """The backward begins: other layers have had the slots since."""
-        self._made, self._homeward = {}, None
-        self._push = self.clones.start_push(self.work)
-        if not self.clones.weights.waits_in_backward:
-            self.wait()
-
-    def gradient(self, n: int, made: torch.Tensor) -> None:
-        """Of the weights in the slots, matrix n, [slots, *shape]; with the last they start home."""
-        self._made[n] = made
-        if len(self._made) == len(self.clones.stacks):
-            self._homeward = self.clones.start_home(self.work, [self._made.pop(n) for n in sorted(self._made)])
-
-    def home(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Wait for them; what is left for autograd. gradients: those that autograd brought, in place of gradient()."""
-        self.wait()
-        if self._homeward is None:
-            for n, (stack, made) in enumerate(zip(self.clones.stacks, gradients, strict=True)):
-                if n not in self._made:
-                    self.gradient(n, torch.zeros_like(stack) if made is None else made)
-        homeward, self._homeward = self._homeward, None
-        assert homeward is not None  # or the last gradient had not started it
-        return homeward.wait()
-
-
-class ArrivingMatrix:
-    """`Arrivals` of a grouped GEMM over the owners' stack of a matrix [owners, out, in] and the slots' one."""
-
-    def __init__(self, arriving: Arriving, n: int) -> None:
-        self._arriving, self._n = arriving, n
-        self.under_way, self.wait = arriving.under_way, arriving.wait
-
-    def gradients(self, made: list[torch.Tensor]) -> None:
-        """[slots, in, out], one stack."""
-        (gradient,) = made
-        self._arriving.gradient(self._n, gradient.transpose(1, 2))
-
-
-class _Push(torch.autograd.Function):
-    """Owner parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their owners."""
-
-    @staticmethod
-    def forward(ctx: Any, arriving: Arriving, *owners: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
-        ctx.arriving = arriving
-        ctx.set_materialize_grads(False)  # most have been handed over before
-        # .data: the slots are refilled under the graph on purpose, _unpack knows.
-        return tuple(stack.data for stack in arriving.clones.stacks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.arriving.home(gradients)
-
-
-class _Refill(torch.autograd.Function):
-    """The identity. Backward: the slots get this plan's weights again, before the experts' backward reads them."""
-
-    @staticmethod
-    def forward(ctx: Any, arriving: Arriving, output: torch.Tensor) -> torch.Tensor:
-        ctx.arriving = arriving
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.arriving.refill()
-        return None, gradient

@@ -148,10 +148,10 @@ def shown_us(got: Pushes, job: Job) -> float:
     """What is seen of them beside grouped experts (`hybrid_ep.moe.grouped`). Of these products, forward and backward, a
     third each are rows, their gradients, and weight gradients, two thirds of each those of the first matrices.
 
-    Forward: a rank with clones computes the first product of its own rows. Weights in the backward: second product's
-    gradients of own rows, and all of its weight gradients. Gradients home, from when the last rank has those of the
-    first matrix: what is left of that product's backward. Dispatches hide nothing, for they take the same links. What
-    is hidden takes SMs from the products beside it."""
+    Forward: a rank with clones computes the first product of its own rows. Weights in the backward: all but the experts
+    of the layer behind, which has had the slots, then the second product's gradients of own rows, and all of its weight
+    gradients. Gradients home, from when the last rank has those of the first matrix: what is left of that product's
+    backward. Dispatches hide nothing, for they take the same links. What is hidden takes SMs from what runs beside."""
     if not got.there_us:
         return got.moved_us
     token = efficiency.per_token(job.model, job.cluster, job.dtype, job.sequence)
@@ -160,7 +160,7 @@ def shown_us(got: Pushes, job: Job) -> float:
     holds = clones > 0
     hidden = (
         2 * ninth * got.own[holds].min(),
-        ninth * (got.own + got.load)[holds].min(),
+        2 / 3 * job.tokens * token.moe_others + ninth * (got.own + got.load)[holds].min(),
         max(0.0, ninth * (4 * got.load.min() - 2 * clones.max())),
     )
     shown = got.moved_us

@@ -21,7 +21,7 @@ from rank_programs import EXPERTS, HIDDEN, TOPK, initialize, make_config, make_d
 import megatron_patches
 from hybrid_ep.balance.microbatch import MicrobatchPlan
 from hybrid_ep.errors import DeadlineError
-from megatron_patches import balance_experts, balance_push, balance_relay, settings
+from megatron_patches import balance_arriving, balance_experts, balance_push, balance_relay, settings
 from megatron_patches.balance import KernelPlan
 from megatron_patches.experts import GroupedExperts
 
@@ -304,7 +304,7 @@ def mutants(ep, grouped):
     megatron_patches.apply()
     off, _ = train(groups, ep)
     megatron_patches.apply(balance="exact", spare_slots=2, grouped_gemm=grouped, balance_push="torch")
-    refill, clones = balance_push._Refill, balance_push.CloneExperts
+    clones = balance_push.CloneExperts
     collect, weights = clones.collect_gradients, balance_experts.ExpertWeights
     part = weights.part
 
@@ -320,8 +320,8 @@ def mutants(ep, grouped):
     def wrong_expert(self, like_owner, slot, n):
         return part(self, like_owner, (slot + 1) % self.num_owners, n)
 
-    def no_refill(ctx, gradient):
-        return None, gradient
+    def said_to_be_there(self):
+        self.clones.use.holder = self
 
     in_messages = (
         ("doubled", clones, "collect_gradients", scaled(2)),
@@ -334,7 +334,7 @@ def mutants(ep, grouped):
         off,
         *((("wrong expert", weights, "part", wrong_expert),) if grouped else in_messages),
         ("one clone of several", balance_relay, "_in_order", first_alone),
-        ("no refill", refill, "backward", staticmethod(no_refill)),
+        ("not sent again", balance_arriving.Arriving, "_send_early", said_to_be_there),
     )
     megatron_patches.revert()
     return missed

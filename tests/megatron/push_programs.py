@@ -25,7 +25,7 @@ from rank_programs import EXPERTS, initialize
 import megatron_patches
 from hybrid_ep.balance import MicrobatchPlan
 from hybrid_ep.spares import SpareSlots
-from megatron_patches import balance_kernels, balance_push
+from megatron_patches import balance_arriving, balance_kernels, balance_push
 from megatron_patches.balance import ExactManager
 
 
@@ -121,8 +121,8 @@ def mutants(ep):
     def wrong_expert(self, plan, weights, *rest):
         push(self, plan, weights[1:] + weights[:1], *rest)
 
-    def no_refill(ctx, gradient):
-        return None, gradient
+    def said_to_be_there(self):
+        self.clones.use.holder = self
 
     missed = missed_of(
         groups,
@@ -132,7 +132,7 @@ def mutants(ep):
         ("wrong slot", SpareSlots, "start_collect", wrong_slot),
         ("no gradients", SpareSlots, "start_collect", nothing),
         ("wrong expert", SpareSlots, "push", wrong_expert),
-        ("no refill", balance_push._Refill, "backward", staticmethod(no_refill)),
+        ("not sent again", balance_arriving.Arriving, "_send_early", said_to_be_there),
     )
     megatron_patches.revert()
     return missed

@@ -79,10 +79,11 @@ def test_pushes_are_charged_to_the_busiest_port():
 
 def test_what_experts_compute_meanwhile_hides_pushes():
     job = replace(SMALL, tokens=4096)
-    ninth = 4096 * efficiency.per_token(job.model, job.cluster, "bf16", job.sequence).expert_gemms / 9
+    token = efficiency.per_token(job.model, job.cluster, "bf16", job.sequence)
+    ninth, others = 4096 * token.expert_gemms / 9, 4096 * token.moe_others
     beside = [8 / 132, 8 / 132, 64 / 132]  # SMs of 132 that products lack meanwhile
     own, load = np.array([1.0, 0.25]), np.array([1.0, 1.0])  # rank 1: a quarter its own rows, the rest a clone's
-    hidden = [2 * ninth * 0.25, ninth * 1.25, ninth * (4 - 2 * 0.75)]
+    hidden = [2 * ninth * 0.25, 2 / 3 * others + ninth * 1.25, ninth * (4 - 2 * 0.75)]
 
     def shown(there, back):
         return steps.shown_us(steps.Pushes(there, back, 7.0, own, load), job)

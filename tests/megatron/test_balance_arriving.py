@@ -1,0 +1,217 @@
+"""Who holds the spare slots, and when weights are sent for: layers that share slots, in any order of forwards and
+backwards. What a layer computes with is what was pushed for it; what is not needed is not pushed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from megatron_patches import balance_arriving
+from megatron_patches.balance_arriving import Arriving, Homeward, Push, Refill, SlotUse
+
+pytestmark = pytest.mark.version_free
+
+
+class World:
+    """Layers over one slot, which holds one number. log: pushes, and what the layers do."""
+
+    def __init__(self, num_layers, waits_in_backward=True):
+        self.use, self.slot, self.log = SlotUse(), torch.zeros(1), []
+        self.under_way = None
+        self.layers = [Layer(self, waits_in_backward) for _ in range(num_layers)]
+
+    def forward(self, layers, micro_batch, x=None):
+        x = torch.ones(1, requires_grad=True) if x is None else x
+        for layer in layers:
+            x = layer(x, micro_batch)
+        return x
+
+    def pushes(self):
+        return [said for said in self.log if said.startswith("push")]
+
+
+class Layer:
+    def __init__(self, world, waits_in_backward):
+        self.world, self.use, self.number = world, world.use, world.use.next_number()
+        self.stacks, self.sends_early = [world.slot], True
+        self.weights = SimpleNamespace(waits_in_backward=waits_in_backward)
+        self.parameter = torch.nn.Parameter(torch.ones(1))
+
+    def start_push(self, work):
+        assert self.world.under_way is None, "a push before the one before has been waited for"
+        self.world.log.append(f"push {work}")
+        self.world.under_way = work
+        self.world.slot.data.fill_(float("nan"))
+        return SimpleNamespace(wait=lambda: self.arrived(work))
+
+    def arrived(self, work):
+        assert self.world.under_way == work
+        self.world.under_way = None
+        self.world.slot.data.fill_(work)
+
+    def start_home(self, work, gradients):
+        self.world.log.append(f"home {work}")
+        return Homeward(SimpleNamespace(wait=lambda: None), [self.parameter], {self.parameter: gradients[0]})
+
+    def __call__(self, x, micro_batch):
+        arriving = Arriving(self, 10 * self.number + micro_batch)
+        (stack,) = Push.apply(arriving, self.parameter)
+        return Refill.apply(arriving, Product.apply(x, stack, arriving))
+
+
+class Product(torch.autograd.Function):
+    """The rows of clones: reads the slot in both directions."""
+
+    @staticmethod
+    def forward(ctx, x, stack, arriving):
+        ctx.arriving = arriving
+        arriving.wait()
+        assert stack.item() == arriving.work, "computed with another's weights"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.arriving.wait()
+        held = ctx.arriving.clones.world.slot.item()
+        assert held == ctx.arriving.work, f"{held} in the backward of {ctx.arriving.work}"
+        ctx.arriving.clones.world.log.append(f"use {ctx.arriving.work}")
+        return grad, grad.clone(), None
+
+
+def test_the_last_layer_finds_its_weights_and_others_are_sent_for_early():
+    world = World(4)
+    out = world.forward(world.layers, 1)
+    assert world.log == ["push 1", "push 11", "push 21", "push 31"]
+    world.log.clear()
+    out.backward()
+    assert world.log == [
+        *("use 31", "home 31", "push 21", "use 21", "home 21"),
+        *("push 11", "use 11", "home 11", "push 1", "use 1", "home 1"),
+    ]
+    assert all(layer.parameter.grad == 1 for layer in world.layers)
+    assert world.use.holder.work == 1 and world.use.holder._before is None, "all plans of the step are kept"
+
+
+def test_weights_are_there_before_a_backward_that_does_not_wait():
+    world = World(3, waits_in_backward=False)
+    out = world.forward(world.layers, 1)
+    wait, there = Arriving.wait, []
+    try:
+        Arriving.wait = lambda self: there.append(self.work) or wait(self)
+        out.backward()
+    finally:
+        Arriving.wait = wait
+    assert len(world.pushes()) == 5 and {1, 11, 21} == set(there)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_layer_is_pushed_to_once_more_not_twice(reentrant):
+    world, x = World(3), torch.ones(1, requires_grad=True)
+    for layer in world.layers:
+        x = checkpoint(layer, x, 1, use_reentrant=reentrant)
+    world.log.clear()
+    x.backward()
+    assert world.pushes() == (["push 21", "push 11", "push 1"] if reentrant else world.pushes())
+    assert len(world.pushes()) <= 5 and all(layer.parameter.grad == 1 for layer in world.layers)
+
+
+def test_an_evaluation_between_forward_and_backward():
+    world = World(2)
+    out = world.forward(world.layers, 1)
+    with torch.no_grad():
+        world.forward(world.layers, 2)
+    out.backward()
+    assert world.pushes() == ["push 1", "push 11", "push 2", "push 12", "push 11", "push 1"]
+    assert all(layer.sends_early for layer in world.layers)
+
+
+def test_a_graph_that_is_kept_runs_backward_twice():
+    world = World(3)
+    out = world.forward(world.layers, 1)
+    out.backward(retain_graph=True)
+    out.backward()
+    assert all(layer.parameter.grad == 2 for layer in world.layers)
+
+
+def test_a_layer_whose_weights_came_early_for_nothing_sends_early_no_more():
+    """Two virtual stages: behind the second one's backward comes another forward, not the first one's backward."""
+    world = World(4)
+    first, second = world.layers[:2], world.layers[2:]
+    for step in range(3):
+        world.log.clear()
+        outs = world.forward(first, 1), world.forward(second, 1)
+        outs[1].backward()
+        again = world.forward(first, 2), world.forward(second, 2)
+        outs[0].backward()
+        again[1].backward()
+        again[0].backward()
+        assert world.pushes().count("push 11") == (3 if step == 0 else 2), world.log
+    assert [layer.sends_early for layer in world.layers] == [True, False, True, True]
+
+
+@st.composite
+def schedules(draw):
+    """(layers of each stage, steps): a step is a stage's forward, its backward by number among those that are due, or
+    an evaluation."""
+    stages = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    steps = draw(
+        st.lists(
+            st.tuples(st.sampled_from(["forward", "forward", "backward", "evaluate"]), st.integers(0, 9)), max_size=14
+        )
+    )
+    return stages, steps
+
+
+def run(stages, steps):
+    world, due, micro_batch, first = World(sum(stages)), [], 0, 0
+    of_stage = []
+    for size in stages:
+        of_stage.append(world.layers[first : first + size])
+        first += size
+    for what, number in steps:
+        micro_batch = (micro_batch + 1) % 10
+        layers = of_stage[number % len(stages)]
+        if what == "forward":
+            due.append(world.forward(layers, micro_batch))
+        elif what == "evaluate":
+            with torch.no_grad():
+                world.forward(layers, micro_batch)
+        elif due:
+            due.pop(number % len(due)).backward()
+    for out in reversed(due):
+        out.backward()
+    return world
+
+
+@given(schedules())
+def test_any_order_computes_with_the_right_weights(schedule):
+    run(*schedule)
+
+
+@pytest.mark.parametrize(
+    "name, fault",
+    [
+        ("refill", lambda self: None),
+        ("_send_for", lambda self: None if self.clones.use.holder else _SEND_FOR(self)),
+        ("_send_early", lambda self: setattr(self.clones.use, "holder", self)),
+    ],
+    ids=["no refill", "whoever was first holds them", "said to hold what nobody sent"],
+)
+def test_faults_are_noticed(name, fault, monkeypatch):
+    monkeypatch.setattr(Arriving, name, fault)
+
+    def train():
+        world = World(3)
+        out = world.forward(world.layers, 1)
+        with torch.no_grad():
+            world.forward(world.layers, 2)
+        out.backward()
+
+    with pytest.raises(AssertionError):
+        train()
+
+
+_SEND_FOR = balance_arriving.Arriving._send_for
