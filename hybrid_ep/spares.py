@@ -119,8 +119,8 @@ class SpareSlots:
             self._session = self._set_up_node(meet, whole, o)
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(o.device) if alone else None
-        self._pushed: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._collecting = False
+        self._pushed: tuple[torch.Tensor, ...] | None = None  # of the push under way, what its kernel reads
+        self._collecting: tuple[torch.Tensor, ...] | None = None  # likewise
         weights, gradients = spares.stacks(self._session.engine, self._layout, o.device)
         self.weights, self.gradients = tuple(weights), tuple(gradients)
         if o.device.type == "cuda":
@@ -170,16 +170,9 @@ class SpareSlots:
                 raise ValueError("push: the push before this one was not waited for; call wait() first")
             slot_expert, columns = self._plan(session, plan, owners)
             table = spares.addresses(session, self._tables, "weights", weights, self._layout, self._layout.dtype, 16)
-            engine = session.engine
-            if self._stream is None or session.capturing:
-                engine.push_weights(slot_expert, columns, table, self._num_blocks)
-            else:  # behind all that has used the slots so far, beside what comes now
-                self._stream.wait_stream(torch.cuda.current_stream(session.options.device))
-                engine.set_stream(self._stream.cuda_stream)
-                engine.push_weights(slot_expert, columns, table, self._num_blocks)
-                for used in (slot_expert, columns, table, *(x for one in weights for x in one)):
-                    used.record_stream(self._stream)
-            self._pushed = slot_expert, columns
+            self._pushed = slot_expert, columns, table, *(x for one in weights for x in one)
+            self._fork(session, self._pushed)  # behind all that has used the slots so far, beside what comes now
+            session.engine.push_weights(slot_expert, columns, table, self._num_blocks)
 
     def wait(self) -> None:
         """Until the slots of this rank hold the weights of the last push; on a GPU the stream waits, not the host.
@@ -188,11 +181,11 @@ class SpareSlots:
         with self._entered() as session:
             if self._pushed is None:
                 raise ValueError("wait: no push is under way; call push(plan, weights) first")
-            pushed, self._pushed = self._pushed, None
-            session.engine.await_weights(*pushed, None, 1)
+            (slot_expert, columns, *_), self._pushed = self._pushed, None
+            session.engine.await_weights(slot_expert, columns, None, 1)
             device = session.options.device
             if device.type == "cuda" and not session.capturing:  # the caller's stream may be another than in push()
-                for used in pushed:
+                for used in (slot_expert, columns):
                     used.record_stream(torch.cuda.current_stream(device))
 
     def collect(
@@ -213,31 +206,25 @@ class SpareSlots:
         wait_collect(). Till then `gradients` and `sums` are the kernels'. Collective. Raises ValueError, DeadlineError.
         """
         with self._entered() as session:
-            if self._collecting:
+            if self._collecting is not None:
                 raise ValueError(
                     "start_collect: the collection before this one was not waited for; call wait_collect()"
                 )
             slot_expert, columns = self._plan(session, plan, owners)
             table = spares.addresses(session, self._tables, "sums", sums, self._layout, torch.float32, 4)
-            if self._stream is None or session.capturing:
-                session.engine.collect_gradients(slot_expert, columns, table, self._collect_blocks)
-            else:  # behind the caller's stream, which wrote the gradients
-                self._stream.wait_stream(torch.cuda.current_stream(session.options.device))
-                session.engine.set_stream(self._stream.cuda_stream)
-                session.engine.collect_gradients(slot_expert, columns, table, self._collect_blocks)
-                for used in (slot_expert, columns, table, *(x for one in sums for x in one)):
-                    used.record_stream(self._stream)
-            self._collecting = True
+            self._collecting = slot_expert, columns, table, *(x for one in sums for x in one)
+            self._fork(session, self._collecting)  # behind the caller's stream, which wrote the gradients
+            session.engine.collect_gradients(slot_expert, columns, table, self._collect_blocks)
 
     def wait_collect(self) -> None:
         """Until the last start_collect() is done: on a GPU the caller's stream waits, not the host. Raises ValueError
         where none was started."""
         session = self._open()
-        if not self._collecting:
+        if self._collecting is None:
             raise ValueError("wait_collect: no collection is under way; call start_collect(plan, sums) first")
-        self._collecting = False
-        if self._stream is not None and not session.capturing:
+        if self._stream is not None:
             torch.cuda.current_stream(session.options.device).wait_stream(self._stream)
+        self._collecting = None
 
     def memory_report(self) -> memory.MemoryReport:
         """Registered bytes of this rank by region, exact."""
@@ -248,6 +235,18 @@ class SpareSlots:
         """Gives the registered memory back, as soon as no tensor refers to it; may be called twice. Local."""
         if self._session is not None:
             self._session.close("these spare slots were destroyed; make new ones", together=True)
+
+    def _fork(self, session: Session, used: Sequence[torch.Tensor]) -> None:
+        """The next launch is on this rank's own stream, behind the caller's; nothing where it has none. Launches of an
+        engine follow each other whatever their streams, so that wait()'s joins the two. used: what the launch reads and
+        writes, kept by the caller until then, which is enough in a capture."""
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(session.options.device))
+        session.engine.set_stream(self._stream.cuda_stream)
+        if not session.capturing:
+            for tensor in used:
+                tensor.record_stream(self._stream)
 
     def _plan(self, session: Session, plan: Any, owners: ExpertOwners | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As the engine takes it: slots' experts, and the columns of experts' owners."""

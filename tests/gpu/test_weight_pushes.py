@@ -117,14 +117,14 @@ class Layers:
         self.busy = torch.ones(1 << 12, device="cuda")
         self.gradients = [[drawn((spare, *SHAPES[n]), s, rank, n, 9).cuda() for n in MATRICES] for s in seeds]
 
-    def launch(self) -> None:
+    def launch(self, backward: bool = True) -> None:
         busy = self.busy
         for layer in (0, 1, 1, 0):
             self.slots.push(self.on_device[layer], self.weights[layer], self.owners[layer])
             self.slots.wait()
             for seen, stack in zip(self.seen[layer], self.slots.weights, strict=True):
                 seen.copy_(stack)
-        for layer in (1, 0):
+        for layer in (1, 0) if backward else ():
             for stack, gradient in zip(self.slots.gradients, self.gradients[layer], strict=True):
                 stack.copy_(gradient)
             self.slots.start_collect(self.on_device[layer], self.sums[layer], self.owners[layer])
@@ -144,13 +144,8 @@ class Layers:
 
     def check(self, times: int) -> int:
         """What came of the last launches; sums of so many, of plans that were the same. Returns clones of this rank."""
-        clones = 0
         for layer, (plan, owners) in enumerate(zip(self.plans, self.owners, strict=True)):
             seed = self.seeds[layer]
-            for s, e in enumerate(plan[self.rank].tolist()):
-                clones += e >= 0
-                for n in MATRICES:
-                    assert e < 0 or torch.equal(self.seen[layer][n][s].cpu(), drawn(SHAPES[n], seed, e, n))
             for own, e in enumerate(owners.experts_of(self.rank)):
                 for n in MATRICES:
                     wanted, holders = torch.zeros(SHAPES[n]), (plan == e).nonzero().tolist()
@@ -158,6 +153,16 @@ class Layers:
                     for _ in range(times if given else 0):
                         wanted += functools.reduce(torch.add, given)
                     assert torch.equal(self.read[layer][own][n].cpu(), wanted), (layer, e, n)
+        return self.check_weights()
+
+    def check_weights(self) -> int:
+        """What slots held. Returns clones of this rank."""
+        clones = 0
+        for layer, plan in enumerate(self.plans):
+            for s, e in enumerate(plan[self.rank].tolist()):
+                clones += e >= 0
+                for n in MATRICES:
+                    assert e < 0 or torch.equal(self.seen[layer][n][s].cpu(), drawn(SHAPES[n], self.seeds[layer], e, n))
         return clones
 
     def clear(self) -> None:
@@ -185,7 +190,8 @@ def test_layers_that_are_queued_do_not_wait_for_the_host(num_ranks, beside):
     assert sum(on_gpu(num_ranks, 2, 2, work, beside=beside)) > 0
 
 
-def test_a_replay_of_a_graph_goes_by_the_plan_that_is_there():
+@pytest.mark.parametrize("beside, backward", [(False, True), (True, True), (True, False)])
+def test_a_replay_of_a_graph_goes_by_the_plan_that_is_there(beside, backward):
     num_ranks = 2
     meet, one_at_a_time = threading.Barrier(num_ranks), threading.Lock()
 
@@ -198,7 +204,7 @@ def test_a_replay_of_a_graph_goes_by_the_plan_that_is_there():
         meet.wait(60)
         graph = torch.cuda.CUDAGraph()
         with one_at_a_time, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            layers.launch()
+            layers.launch(backward)
         for seed in (5, 6, 7):
             layers.change(seed)
             layers.clear()
@@ -206,11 +212,11 @@ def test_a_replay_of_a_graph_goes_by_the_plan_that_is_there():
             meet.wait(60)
             graph.replay()
             idle()
-            clones += layers.check(1)
+            clones += layers.check(1) if backward else layers.check_weights()
             meet.wait(60)
         return clones
 
-    assert sum(on_gpu(num_ranks, 2, 2, work)) > 0
+    assert sum(on_gpu(num_ranks, 2, 2, work, beside=beside)) > 0
 
 
 def test_a_plan_of_the_kernels_is_pushed_where_it_lies():

@@ -219,7 +219,7 @@ def test_wait_keeps_the_plan_for_the_stream_it_is_called_on(monkeypatch, device,
     session.__exit__.return_value = False
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     slots = SpareSlots.__new__(SpareSlots)
-    slots._session, slots._node, slots._pushed = session, None, (plan, plan)
+    slots._session, slots._node, slots._pushed = session, None, (plan, plan, "table")
     slots.wait()
     session.engine.await_weights.assert_called_once_with(plan, plan, None, 1)
     assert plan.record_stream.mock_calls == kept * [mock.call("stream of cuda")]

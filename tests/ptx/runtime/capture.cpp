@@ -160,16 +160,19 @@ HEP_PTXR_API cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stre
     for (const Node& node : exec->graph.nodes) {
       Op op = node.op;
       cudaStream_t branch = exec->branches.at(node.branch);
+      Op meet;  // with other branches: after these, and behind all that they have seen
       for (const size_t i : node.after)
-        if (exec->graph.nodes[i].branch != node.branch) op.after.push_back(marks[i]);
-      if (!op.launch && !op.act && !op.host) {  // an event, by which branches meet
+        if (exec->graph.nodes[i].branch != node.branch) meet.after.push_back(marks[i]);
+      if (!meet.after.empty()) {
         std::vector<cudaStream_t> from;
-        for (const Mark& m : op.after) from.push_back(m.stream);
-        op.act = [from, branch] {
+        for (const Mark& m : meet.after) from.push_back(m.stream);
+        meet.act = [from, branch] {
           for (cudaStream_t f : from) branch->order.join(f->order);
           return cudaSuccess;
         };
+        d.enqueue(branch, std::move(meet));
       }
+      if (!op.launch && !op.act && !op.host) op.act = [] { return cudaSuccess; };  // an event
       d.enqueue(branch, std::move(op));
       marks.push_back(d.tail(branch));
     }
