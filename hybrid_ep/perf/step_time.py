@@ -17,7 +17,7 @@ import collections
 import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,19 +116,29 @@ class Job:
         """Layers of multi-token prediction."""
         return self.model.mtp_layers if self.mtp_layers is None else self.mtp_layers
 
-    @property
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """What each pipeline stage holds, from the first to the last."""
         m = self.model
         return stages.stages(m.num_layers, m.moe_layers, self.mtp, self.pp, self.virtual_pp, self.layout)
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         """Of one MoE layer's exchange."""
         local = min(self.ep, self.cluster.ranks_per_node)
         while self.ep % local:
             local -= 1
         return Shape(self.ep, local, self.tokens, self.model.hidden, self.model.topk, self.model.experts)
+
+    @cached_property
+    def one_way_us(self) -> float:
+        """`exchange_us` of it: a fit asks thousands of times."""
+        return exchange_us(self)
+
+    @cached_property
+    def gradient_us(self) -> float:
+        """`_gradient_us` of it, likewise."""
+        return _gradient_us(self)
 
     @property
     def peak_tflops(self) -> float:
@@ -308,7 +318,7 @@ def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None
     experts' compute alone."""
     if layer is not None and job.recompute != "none":
         raise ValueError(f"recompute={job.recompute!r}: a given layer says nothing of a recomputed exchange; use none")
-    one_way = exchange_us(job) * (1 + job.imbalance) if layer is None else layer.one_way_us
+    one_way = job.one_way_us * (1 + job.imbalance) if layer is None else layer.one_way_us
     # forward, and each is the other's backward
     exchange = (2 * one_way + recompute_us(job) * (1 + job.imbalance)) * (1 - job.overlap)
     calls = 4 + (0 if job.recompute == "none" else 1 if _by_handle(job) else 2)
@@ -339,7 +349,7 @@ def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None
     parts["bubble"] = others / job.virtual_pp
     nodes = max(1, job.gpus // min(8, job.gpus))
     parts["slowest node"] = sum(parts.values()) * job.cv_slow * expected_max(nodes)
-    parts["gradients"] = _gradient_us(job) * (1 - job.grad_overlap)
+    parts["gradients"] = job.gradient_us * (1 - job.grad_overlap)
     total = sum(parts.values())
     rate = job.tokens * job.micro_batches / (total / 1e6) / job.pp
     return Step(
