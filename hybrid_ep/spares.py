@@ -170,9 +170,10 @@ class SpareSlots:
                 raise ValueError("push: the push before this one was not waited for; call wait() first")
             slot_expert, columns = self._plan(session, plan, owners)
             table = spares.addresses(session, self._tables, "weights", weights, self._layout, self._layout.dtype, 16)
-            self._pushed = slot_expert, columns, table, *(x for one in weights for x in one)
-            self._fork(session, self._pushed)  # behind all that has used the slots so far, beside what comes now
+            used = slot_expert, columns, table, *(x for one in weights for x in one)
+            self._fork(session, used)  # behind all that has used the slots so far, beside what comes now
             session.engine.push_weights(slot_expert, columns, table, self._num_blocks)
+            self._pushed = used
 
     def wait(self) -> None:
         """Until the slots of this rank hold the weights of the last push; on a GPU the stream waits, not the host.
@@ -212,9 +213,10 @@ class SpareSlots:
                 )
             slot_expert, columns = self._plan(session, plan, owners)
             table = spares.addresses(session, self._tables, "sums", sums, self._layout, torch.float32, 4)
-            self._collecting = slot_expert, columns, table, *(x for one in sums for x in one)
-            self._fork(session, self._collecting)  # behind the caller's stream, which wrote the gradients
+            used = slot_expert, columns, table, *(x for one in sums for x in one)
+            self._fork(session, used)  # behind the caller's stream, which wrote the gradients
             session.engine.collect_gradients(slot_expert, columns, table, self._collect_blocks)
+            self._collecting = used
 
     def wait_collect(self) -> None:
         """Until the last start_collect() is done: on a GPU the caller's stream waits, not the host. Raises ValueError

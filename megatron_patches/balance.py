@@ -238,7 +238,7 @@ class ExactManager(SlowManager):
             plan, *routed = self._planned_on_host(self.plan_with, routing_map, probs, known)
         self.last_plan = plan
         self.work = self.clones.work_of(plan)
-        self.push = Arriving(self.clones, self.work)  # travels while the tokens do
+        self.push = Arriving(self.clones, self.work, plan, known is not None)  # travels while the tokens do
         self.routing_map, self.token_probs = routed
         self._num_rows = None
         if self.static is not None:

@@ -9,13 +9,18 @@ with the slots, weights for the layer before it are sent for, whose backward com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from megatron_patches.balance_push import CloneExperts
+
+
+_DOUBTS = 8  # how often it must be right to send early before that is done again, when it was in vain
+_Weak = Callable[[], "Arriving | None"]
 
 
 class Pushed(Protocol):
@@ -25,18 +30,65 @@ class Pushed(Protocol):
 
 
 class SlotUse:
-    """Of the slots that some layers share. holder: whose weights they hold, or are to hold; latest: of the last forward
-    that a backward will follow; layers: how many share them."""
+    """Of the slots that some layers share. Of those who come by it keeps no one alive: they lead to whole models.
+
+    push: under way to whoever holds the slots; collection: gradients under way out of them. Of a pass that an error
+    ended nobody waits for these but whoever comes next. layers: how many share the slots.
+    """
 
     def __init__(self) -> None:
-        self.holder: Arriving | None = None
-        self.latest: Arriving | None = None
+        self.push: Pushed | None = None
+        self.collection: Homeward | None = None
         self.layers = 0
+        self._holder: _Weak = _nobody
+        self._latest: _Weak = _nobody
+        self._guess: _Weak = _nobody
 
     def next_number(self) -> int:
         """Of a layer more, in the order in which they are made."""
         self.layers += 1
         return self.layers - 1
+
+    @property
+    def holder(self) -> Arriving | None:
+        """Whose weights the slots have, or are to have when `push` is done."""
+        return self._holder()
+
+    @holder.setter
+    def holder(self, one: Arriving | None) -> None:
+        self._holder = _weak(one)
+
+    def forward_of(self, one: Arriving) -> Arriving | None:
+        """A forward that a backward will follow: whose was the one before it."""
+        latest, self._latest = self._latest(), _weak(one)
+        return latest
+
+    def guess(self, one: Arriving | None) -> Arriving | None:
+        """Who could have been sent for early and was not, till the next is sent for: who it was."""
+        before, self._guess = self._guess(), _weak(one)
+        return before
+
+    def end_push(self) -> None:
+        """Wait for one that is under way. Nobody holds the slots when it fails."""
+        push, self.push = self.push, None
+        if push is not None:
+            holder, self.holder = self.holder, None
+            push.wait()
+            self.holder = holder
+
+    def end_collection(self) -> None:
+        """Wait for one that a pass before has left."""
+        collection, self.collection = self.collection, None
+        if collection is not None:
+            collection.wait()
+
+
+def _nobody() -> None:
+    return None
+
+
+def _weak(one: Arriving | None) -> _Weak:
+    return _nobody if one is None else weakref.ref(one)
 
 
 class Homeward:
@@ -60,33 +112,33 @@ class Homeward:
 
 class Arriving:
     """The clones of one micro-batch on this rank; weights are sent for when it is made, and again in the backward. What
-    needs neither these nor the gradients is computed meanwhile (`hybrid_ep.moe.grouped.Arrivals`)."""
+    needs neither these nor the gradients is computed meanwhile (`hybrid_ep.moe.grouped.Arrivals`).
 
-    def __init__(self, clones: CloneExperts, work: Any) -> None:
-        self.clones, self.work = clones, work
-        self._push: Pushed | None = None
+    replayed: a forward that is recomputed, by the plan object of its first run: the slots may hold its weights."""
+
+    def __init__(self, clones: CloneExperts, work: Any, plan: Any, replayed: bool = False) -> None:
+        self.clones, self.use, self.work, self.plan = clones, clones.use, work, plan
         self._made: dict[int, torch.Tensor] = {}  # gradients of the slots, a stack a matrix
-        self._homeward: Homeward | None = None
+        self._homeward: Homeward | None = None  # the same, when they have started home
         self._early = self._done = False  # sent for before its backward; nobody will ask for its weights again
         self._before: Arriving | None = None  # whose backward follows this one's
         if torch.is_grad_enabled():
-            latest, clones.use.latest = clones.use.latest, self
+            latest = self.use.forward_of(self)
             if latest is not None and latest.clones.number == clones.number - 1:
                 self._before = latest
-        self._send_for()
+        self._send_for(fresh=not replayed)
 
     def of(self, n: int) -> ArrivingMatrix:
         """What a product with matrix n is to know."""
         return ArrivingMatrix(self, n)
 
     def under_way(self) -> bool:
-        return self._push is not None
+        return self.use.push is not None and self._holds()
 
     def wait(self) -> None:
         """Until the slots have the weights. DeadlineError when one who brings them does not answer or is gone."""
-        push, self._push = self._push, None
-        if push is not None:
-            push.wait()
+        if self.under_way():
+            self.use.end_push()
 
     def without_clones(self) -> None:
         """Nothing is computed with the slots, and no backward will come here."""
@@ -95,8 +147,7 @@ class Arriving:
 
     def refill(self) -> None:
         """The backward begins."""
-        self._made, self._homeward = {}, None
-        self._early = False
+        self._made, self._homeward, self._early = {}, None, False
         self._send_for()
         if not self.clones.weights.waits_in_backward:
             self.wait()
@@ -105,16 +156,17 @@ class Arriving:
         """Of the weights in the slots, matrix n, [slots, *shape]; with the last they start home."""
         self._made[n] = made
         if len(self._made) == len(self.clones.stacks):
-            self._homeward = self.clones.start_home(self.work, [self._made.pop(n) for n in sorted(self._made)])
+            self.use.end_collection()
+            gradients = [self._made.pop(n) for n in sorted(self._made)]
+            self._homeward = self.use.collection = self.clones.start_home(self.work, gradients)
 
     def home(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Wait for them; what is left for autograd. gradients: those that autograd brought, in place of gradient()."""
         self.wait()
-        if self._homeward is None:
-            for n, (stack, made) in enumerate(zip(self.clones.stacks, gradients, strict=True)):
-                if n not in self._made:
-                    self.gradient(n, torch.zeros_like(stack) if made is None else made)
-        homeward, self._homeward = self._homeward, None
+        for n, (stack, made) in enumerate(zip(self.clones.stacks, gradients, strict=True)):
+            if self._homeward is None and n not in self._made:
+                self.gradient(n, torch.zeros_like(stack) if made is None else made)
+        homeward, self._homeward, self.use.collection = self._homeward, None, None
         assert homeward is not None  # or the last gradient had not started it
         left = homeward.wait()
         self._done = True
@@ -123,22 +175,38 @@ class Arriving:
             before._send_early()
         return left
 
+    def _holds(self) -> bool:
+        """Whether the slots have its weights, or are about to. Two runs of a forward have one plan object."""
+        holder = self.use.holder
+        return holder is not None and holder.clones is self.clones and holder.plan is self.plan
+
     def _send_early(self) -> None:
-        if self.clones.sends_early and not self._done and self.clones.use.holder is not self:
+        if self._done or self._holds():
+            return
+        if not self.clones.doubts:
             self._send_for()
             self._early = True
+        else:
+            self.use.guess(self)
 
-    def _send_for(self) -> None:
-        """Start a push, unless the slots hold these weights. One under way is waited for: nothing may overtake it."""
-        use = self.clones.use
-        if use.holder is self:
+    def _send_for(self, fresh: bool = False) -> None:
+        """Start a push, unless the slots hold these weights. fresh: they cannot, for others may have changed since."""
+        use = self.use
+        guessed = use.guess(None)  # who was not sent for early, of doubt
+        if guessed is self:
+            self.clones.doubts -= 1
+        elif guessed is not None:
+            guessed.clones.doubts = _DOUBTS
+        use.end_collection()
+        if self._holds() and not fresh:
+            use.holder = self  # the run before may be gone before this one
             return
-        if use.holder is not None:
-            use.holder.wait()
-            if use.holder._early:  # and another took its place: schedules of stages that are virtual do so, every time
-                use.holder.clones.sends_early = use.holder._early = False
+        use.end_push()
+        holder, use.holder = use.holder, None
+        if holder is not None and holder._early:  # in vain: schedules of virtual stages do so again and again
+            holder.clones.doubts, holder._early = _DOUBTS, False
+        use.push = self.clones.start_push(self.work)
         use.holder = self
-        self._push = self.clones.start_push(self.work)
 
 
 class ArrivingMatrix:

@@ -148,14 +148,14 @@ class CloneExperts:
     """Runs a layer's experts with the clones that this rank holds for others.
 
     stacks: a tensor [slots, *shape] for every matrix of an expert, views of the slots that all layers share. use: who
-    has them; number: of this layer among these; sends_early: whether weights come before its backward asks for them.
+    has them; number: of this layer among these; doubts: weights come before its backward asks where there are none.
     """
 
     def __init__(self, manager: ExactManager) -> None:
         self.manager, self.group, self.weights = manager, manager.group, manager.weights
         self.num_slots = manager.settings.balance.spare_slots
         self.stacks, self.use = self.make_stacks()
-        self.number, self.sends_early = self.use.next_number(), True
+        self.number, self.doubts = self.use.next_number(), 0
         self.ranks_per_node = self.group.size() // manager.planner.options.num_nodes
         self.straight = sum(self.weights.sizes) * self.stacks[0].element_size() < RAILS_FROM_BYTES
 

@@ -74,7 +74,7 @@ def grouped_mm(
     arriving: the stacks behind the first are on their way here (`Arrivals`), and what does not need their weights is
     computed before they are waited for: the first stack's rows, in the backward all weight gradients too, of which
     theirs are handed over as soon as they are made. "te" waits before all. "auto" takes Triton's kernels for it on a
-    GPU, whose programs leave SMs to kernels that run beside. Bits are those without it.
+    GPU, whose programs leave SMs to kernels that run beside. Bits are those of the same backend without it.
 
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
@@ -129,6 +129,10 @@ class _GroupedMM(torch.autograd.Function):
         asks_dx, wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
         turned = [w.transpose(1, 2) for w in stacks]
         if ctx.arriving is not None:
+            # Who hands gradients over must be asked for them: not so where a caller wants those of other inputs alone.
+            nodes = [node for node, _ in ctx.next_functions[-len(stacks) :]]
+            asked = (node is not None and torch._C._will_engine_execute_node(node) for node in nodes[1:])
+            wanted = (wanted[0], *(w and a for w, a in zip(wanted[1:], asked, strict=True)))
             dx, dw = _backward_in_turns(x, grad, turned, groups, machine, tail, ctx.arriving, asks_dx, wanted)
             return None, dx, None, None, None, None, *dw
         dx = _rows_times_stacks(grad, turned, groups, machine, tail) if asks_dx else None

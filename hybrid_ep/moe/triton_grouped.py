@@ -160,6 +160,8 @@ def rows_times_stacks(
     for one launch of several; others' weights are not read. tile: in place of ROWS_TILE's sizes."""
     sizes, (num_rows, k), f = {**ROWS_TILE, **tile}, x.shape, out.shape[1]
     begin, num_groups = groups or (0, offsets.numel())
+    if begin == num_groups:
+        return
     firsts, padded = [0, 0, 0, 0], [*stacks, *[stacks[0]] * (MAX_STACKS - len(stacks))]
     for i, stack in enumerate(stacks[:-1], 1):
         firsts[i] = firsts[i - 1] + stack.shape[0]

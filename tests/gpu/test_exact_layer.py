@@ -27,7 +27,9 @@ class OnTheMachine(backends.TritonBackend):
 
     @staticmethod
     def mm(x, stacks, groups, out=None, of=None):
-        weights = torch.cat([*stacks, stacks[0].new_zeros(1, *stacks[0].shape[1:])])  # of rows behind all experts
+        # Of a turn its own stacks are read alone: others may be on their way.
+        read = [w if of is None or i in of else torch.zeros_like(w) for i, w in enumerate(stacks)]
+        weights = torch.cat([*read, stacks[0].new_zeros(1, *stacks[0].shape[1:])])  # of rows behind all experts
         expert = torch.bucketize(torch.arange(len(x), device=x.device, dtype=torch.int32), groups.ends, right=True)
         made = (x[:, None] @ weights[expert])[:, 0]
         if of is None or out is None:

@@ -321,7 +321,7 @@ def mutants(ep, grouped):
         return part(self, like_owner, (slot + 1) % self.num_owners, n)
 
     def said_to_be_there(self):
-        self.clones.use.holder = self
+        self.use.holder = self
 
     in_messages = (
         ("doubled", clones, "collect_gradients", scaled(2)),

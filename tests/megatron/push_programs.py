@@ -122,7 +122,7 @@ def mutants(ep):
         push(self, plan, weights[1:] + weights[:1], *rest)
 
     def said_to_be_there(self):
-        self.clones.use.holder = self
+        self.use.holder = self
 
     missed = missed_of(
         groups,

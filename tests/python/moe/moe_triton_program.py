@@ -125,6 +125,9 @@ def grouped_is_right(kernels, dtype: torch.dtype, cuts: tuple[int, ...], counts:
     ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32)
     kernels.rows_times_stacks(x, stacks, ends, out, BM=16, BN=32, BK=16)
     turns, cut = torch.full_like(out, 7.0), cuts[0] if cuts else len(counts)
+    kernels.rows_times_stacks(x, stacks, ends, turns, (cut, cut), BM=16, BN=32, BK=16)  # a stack without experts
+    if not (turns == 7).all():
+        return False
     for groups in ((cut, len(counts)), (0, cut)):
         kernels.rows_times_stacks(x, stacks, ends, turns, groups, BM=16, BN=32, BK=16)
         others = slice(sum(counts[: groups[0]])), slice(sum(counts[: groups[1]]), None)
