@@ -43,6 +43,7 @@ class SlotUse:
         self._holder: _Weak = _nobody
         self._latest: _Weak = _nobody
         self._guess: _Weak = _nobody
+        self._early: Callable[[], CloneExperts | None] = _nobody
 
     def next_number(self) -> int:
         """Of a layer more, in the order in which they are made."""
@@ -66,6 +67,12 @@ class SlotUse:
     def guess(self, one: Arriving | None) -> Arriving | None:
         """Who could have been sent for early and was not, till the next is sent for: who it was."""
         before, self._guess = self._guess(), _weak(one)
+        return before
+
+    def early(self, clones: CloneExperts | None) -> CloneExperts | None:
+        """A layer that was sent for before its backward asked, till it asks or another takes the slots: whose it was.
+        By layer, for ranks may differ in when a pass that was given up is freed, and must not in what they send."""
+        before, self._early = self._early(), _nobody if clones is None else weakref.ref(clones)
         return before
 
     def end_push(self) -> None:
@@ -120,7 +127,7 @@ class Arriving:
         self.clones, self.use, self.work, self.plan = clones, clones.use, work, plan
         self._made: dict[int, torch.Tensor] = {}  # gradients of the slots, a stack a matrix
         self._homeward: Homeward | None = None  # the same, when they have started home
-        self._early = self._done = False  # sent for before its backward; nobody will ask for its weights again
+        self._done = False  # nobody will ask for its weights again
         self._before: Arriving | None = None  # whose backward follows this one's
         if torch.is_grad_enabled():
             latest = self.use.forward_of(self)
@@ -147,7 +154,9 @@ class Arriving:
 
     def refill(self) -> None:
         """The backward begins."""
-        self._made, self._homeward, self._early = {}, None, False
+        self._made, self._homeward = {}, None
+        if self._holds():
+            self.use.early(None)
         self._send_for()
         if not self.clones.weights.waits_in_backward:
             self.wait()
@@ -185,7 +194,7 @@ class Arriving:
             return
         if not self.clones.doubts:
             self._send_for()
-            self._early = True
+            self.use.early(self.clones)
         else:
             self.use.guess(self)
 
@@ -202,9 +211,9 @@ class Arriving:
             use.holder = self  # the run before may be gone before this one
             return
         use.end_push()
-        holder, use.holder = use.holder, None
-        if holder is not None and holder._early:  # in vain: schedules of virtual stages do so again and again
-            holder.clones.doubts, holder._early = _DOUBTS, False
+        use.holder, in_vain = None, use.early(None)
+        if in_vain is not None:  # schedules of virtual stages do so again and again
+            in_vain.doubts = _DOUBTS
         use.push = self.clones.start_push(self.work)
         use.holder = self
 

@@ -207,6 +207,28 @@ def test_a_layer_whose_weights_came_early_for_nothing_sends_early_no_more():
     assert not any(layer.doubts for layer in world.layers), "it would have been right"
 
 
+def test_ranks_decide_alike_whatever_they_have_freed():
+    """A pass that is given up with weights on their way to it: one rank has it still, another does not."""
+
+    def run(kept):
+        world = World(3)
+        below = world.forward(world.layers[:2], 1)
+        world.forward(world.layers[2:], 1, below.detach().requires_grad_()).backward()  # sends for layer 1
+        kept.append((below, [layer.push for layer in world.layers]))
+        if kept[0] is None:
+            kept.clear()
+            del below
+            for layer in world.layers:
+                del layer.push
+            gc.collect()
+            assert world.use.holder is None
+        for micro_batch in (2, 3):
+            world.forward(world.layers, micro_batch).backward()
+        return world.log, [layer.doubts for layer in world.layers]
+
+    assert run(["kept"]) == run([None])
+
+
 @st.composite
 def schedules(draw):
     """(layers of each stage, steps): a step is a stage's forward, its backward by number among those that are due, or
