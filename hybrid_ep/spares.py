@@ -41,7 +41,7 @@ __all__ = ["SpareSlots"]
 
 # Of a launch on a GPU of its own. A push copies in bulk, and a few SMs beside a dispatch's fill the links; a collection
 # loads, with nothing beside it: 64 blocks have a mebibyte on its way, what a link brings in one or two microseconds.
-_BLOCKS, _COLLECT_BLOCKS = 8, 64
+PUSH_BLOCKS, COLLECT_BLOCKS = 8, 64
 
 
 class SpareSlots:
@@ -110,8 +110,8 @@ class SpareSlots:
         alone = o.device.type == "cuda" and not view.virtual
         self._num_ranks, self._node = whole.num_ranks, None
         most = torch.cuda.get_device_properties(o.device).multi_processor_count if alone else 1
-        self._num_blocks = num_blocks or min(_BLOCKS, most)
-        self._collect_blocks = num_blocks or min(_COLLECT_BLOCKS, most)
+        self._num_blocks = num_blocks or min(PUSH_BLOCKS, most)
+        self._collect_blocks = num_blocks or min(COLLECT_BLOCKS, most)
         if whole.num_nodes == 1:
             self._session = self._set_up(meet, whole, o)
         else:

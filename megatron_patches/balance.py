@@ -190,8 +190,8 @@ class ExactManager(SlowManager):
     plan_with: counts int64 [R, E] -> MicrobatchPlan, of plans that are made on the host; tests put forced plans here.
     None: the ranks' own kernels plan, in one launch that also puts the map over physical slots.
     last_plan: the plan of the latest dispatch, for meters; a recomputed dispatch has that of its first run. part: what
-    this rank has to do of it. work: what the push and the backward are given of it. static: of
-    --hybrid-ep-static-rows, with what it counts; None without.
+    this rank has to do of it. push: its clones, on their way here. static: of --hybrid-ep-static-rows, with what it
+    counts; None without.
     """
 
     def __init__(
@@ -212,7 +212,6 @@ class ExactManager(SlowManager):
         self.plan_with: Callable[[np.ndarray], MicrobatchPlan] | None = None
         self.clones: balance_push.CloneExperts | None = None
         self.push: Arriving | None = None
-        self.work: Any = None
         self._num_rows: int | None = None  # of the dispatch under way, where rows are static
 
     def attach(self, experts: SequentialMLP | GroupedExperts) -> None:
@@ -237,8 +236,7 @@ class ExactManager(SlowManager):
         else:
             plan, *routed = self._planned_on_host(self.plan_with, routing_map, probs, known)
         self.last_plan = plan
-        self.work = self.clones.work_of(plan)
-        self.push = Arriving(self.clones, self.work, plan, known is not None)  # travels while the tokens do
+        self.push = Arriving(self.clones, self.clones.work_of(plan), plan, known is not None)  # beside the tokens
         self.routing_map, self.token_probs = routed
         self._num_rows = None
         if self.static is not None:

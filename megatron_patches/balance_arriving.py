@@ -24,7 +24,7 @@ _Weak = Callable[[], "Arriving | None"]
 
 
 class Pushed(Protocol):
-    """A push under way, or gradients."""
+    """A push under way."""
 
     def wait(self) -> None: ...
 
@@ -99,20 +99,21 @@ def _weak(one: Arriving | None) -> _Weak:
 
 
 class Homeward:
-    """Gradients of clones on their way to their owners. kept: what has to outlive the way."""
+    """Gradients of clones on their way to their owners. arrived: waits for them, on a GPU by the stream. kept: what has
+    to outlive the way."""
 
     def __init__(
         self,
-        under_way: Pushed,
+        arrived: Callable[[], None],
         owners: Sequence[torch.nn.Parameter],
         sums: dict[torch.nn.Parameter, torch.Tensor],
         kept: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._under_way, self._owners, self._sums, self._kept = under_way, owners, sums, kept
+        self._arrived, self._owners, self._sums, self._kept = arrived, owners, sums, kept
 
     def wait(self) -> list[torch.Tensor | None]:
-        """Until they are there: on a GPU the stream. What is left for autograd, for each of the owners' parameters."""
-        self._under_way.wait()
+        """Until they are there. What is left for autograd, for each of the owners' parameters."""
+        self._arrived()
         self._kept = ()
         return [left_for_autograd(owner, self._sums.get(owner)) for owner in self._owners]
 

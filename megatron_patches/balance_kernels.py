@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from hybrid_ep.spares import SpareSlots
     from megatron_patches.balance import ExactManager
 
-# (group, spare slots, experts of a rank, shapes, dtype, what its layers ask of exchanges) -> slots, for all layers
+# (group, spare slots, experts of a rank, shapes, dtype, what its layers ask of exchanges) -> slots for all layers, and
+# who has them
 _slots: dict[tuple[Any, ...], tuple[SpareSlots, SlotUse]] = {}
 _said: set[tuple[dist.ProcessGroup, str]] = set()  # choices that were printed
 
@@ -164,7 +165,7 @@ class KernelCloneExperts(CloneExperts):
         self.spares.start_collect(work.slot_expert, targets, self.manager.owners)
         cloned = self._cloned(work.plan) if left else set()
         given = {owner: total for owner, total in made.items() if owner in cloned}
-        return Homeward(_Collection(self.spares), weights.owners, given, list(made.values()))
+        return Homeward(self.spares.wait_collect, weights.owners, given, list(made.values()))
 
     def _cloned(self, plan: MicrobatchPlan) -> set[torch.nn.Parameter]:
         """Parameters without main_grad in fp32 whose experts have clones."""
@@ -174,13 +175,6 @@ class KernelCloneExperts(CloneExperts):
                 owners = {self.weights.place(self.owner_slot(expert), n)[0] for n in range(len(self.weights.sizes))}
                 found |= {owner for owner in owners if fp32_main_grad(owner) is None}
         return found
-
-
-class _Collection:
-    """Gradients that the kernels bring home."""
-
-    def __init__(self, spares: SpareSlots) -> None:
-        self.wait = spares.wait_collect
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:

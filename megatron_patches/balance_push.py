@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from megatron_patches.balance import ExactManager
 
 DEFAULT_TIMEOUT_S = 100.0
-# Bytes of an expert's weights from which they go along the rails. Below, two more steps of messages, some 30 us each,
-# take longer than weights of several clones through one NIC of 50 GB/s, and owners have room for all gradients at once.
+# Bytes of an expert's weights from which they go along the rails. By arithmetic, not measured on a GPU: two more steps
+# of messages at an assumed 30 us each are three clones of a mebibyte through a NIC of 50 GB/s. Owners of smaller
+# experts receive the gradients of all clones at once, at most two mebibytes each.
 RAILS_FROM_BYTES = 1 << 20
 
 _Place = tuple[int, torch.Size, tuple[int, ...]]  # (storage offset, size, stride)
 
 _SlotsKey = tuple[dist.ProcessGroup, int, int, torch.dtype, torch.device]
-# (group, spare slots, elements, dtype, device) -> Tensor [spare slots * elements], for all layers
+# (group, spare slots, elements, dtype, device) -> (Tensor [spare slots * elements] for all layers, who has it)
 _slots: dict[_SlotsKey, tuple[torch.Tensor, SlotUse]] = {}
 
 
@@ -244,7 +245,7 @@ class CloneExperts:
             weights.part(sums[owner] if total is None else total, slot, n).add_(gradient)
 
         given = [g.float().contiguous() for g in gradients]
-        return Homeward(self.collect_gradients(work, given, add), weights.owners, sums, given)
+        return Homeward(self.collect_gradients(work, given, add).wait, weights.owners, sums, given)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
         """A tensor that lives in the slots is kept as its place there: other layers will use the memory."""

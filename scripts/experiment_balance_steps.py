@@ -32,13 +32,13 @@ from hybrid_ep.balance.relays import relays
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import efficiency, events, model, models, routing
 from hybrid_ep.perf.step_time import CV_SLOW, Job, Layer, step
+from hybrid_ep.spares import COLLECT_BLOCKS, PUSH_BLOCKS
 
 MODES = ("off", "slow", "exact", "exact in the node", "both")
 DRIFT = 0.2  # of log-popularity from micro-batch to micro-batch
 INTERVAL = 100  # steps from one placement of slow mode to the next
 LASTING_DRIFT = 0.15  # of log-popularity from one placement to the next
 WEIGHT_BYTES, GRADIENT_BYTES, MOVED_BYTES = 2, 4, 14  # a parameter
-PUSH_BLOCKS, COLLECT_BLOCKS = 8, 64  # of hybrid_ep.spares, each an SM; taken for those of nccl's kernels as well
 # Of each engine's rows the expert-parallel degree and the tokens of a rank's micro-batch: what the event engine runs
 # whole in some ten seconds of a core.
 ENGINES = {"model": (64, 4096), "events": (32, 768)}
@@ -151,7 +151,8 @@ def shown_us(got: Pushes, job: Job) -> float:
     Forward: a rank with clones computes the first product of its own rows. Weights in the backward: all but the experts
     of the layer behind, which has had the slots, then the second product's gradients of own rows, and all of its weight
     gradients. Gradients home, from when the last rank has those of the first matrix: what is left of that product's
-    backward. Dispatches hide nothing, for they take the same links. What is hidden takes SMs from what runs beside."""
+    backward. Dispatches hide nothing, for they take the same links. What is hidden takes SMs from what runs beside, one
+    a block; nccl's kernels are charged as many as ours."""
     if not got.there_us:
         return got.moved_us
     token = efficiency.per_token(job.model, job.cluster, job.dtype, job.sequence)

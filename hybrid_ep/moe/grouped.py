@@ -130,6 +130,7 @@ class _GroupedMM(torch.autograd.Function):
         turned = [w.transpose(1, 2) for w in stacks]
         if ctx.arriving is not None:
             # Who hands gradients over must be asked for them: not so where a caller wants those of other inputs alone.
+            # needs_input_grad does not tell, and torch has no public name for what does (its own graph.py calls it).
             nodes = [node for node, _ in ctx.next_functions[-len(stacks) :]]
             asked = (node is not None and torch._C._will_engine_execute_node(node) for node in nodes[1:])
             wanted = (wanted[0], *(w and a for w, a in zip(wanted[1:], asked, strict=True)))

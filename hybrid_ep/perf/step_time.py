@@ -130,15 +130,28 @@ class Job:
             local -= 1
         return Shape(self.ep, local, self.tokens, self.model.hidden, self.model.topk, self.model.experts)
 
+    # Cached, as the two above: a fit asks for steps of one job some thousand times, of which compute alone changes.
     @cached_property
-    def one_way_us(self) -> float:
-        """`exchange_us` of it: a fit asks thousands of times."""
-        return exchange_us(self)
+    def exchange_us(self) -> float:
+        """Dispatch + combine of one MoE layer, permute included, microseconds: mean of forward and backward. Only the
+        forward exchanges routing; the backward has its handle."""
+        if self.ep == 1:
+            return 0.0
+        forward = _exchange(self.shape, self.cluster.name, self.dispatcher, self.num_sms, self.dispatch_dtype)
+        backward = _exchange(self.shape, self.cluster.name, self.dispatcher, self.num_sms, "bf16", cached=True)
+        return (forward + (QUANTISE_US if self.dispatch_dtype != "bf16" else 0.0) + backward) / 2
 
     @cached_property
     def gradient_us(self) -> float:
-        """`_gradient_us` of it, likewise."""
-        return _gradient_us(self)
+        """Gradients reduce-scattered in fp32 and weights gathered in bf16 over the replicas, by the slower link,
+        microseconds."""
+        m = self.model
+        dense = m.total * 1e9 - m.routed_params + self.mtp * (m.moe_layer_params + m.mtp_params)
+        experts = m.routed_params * (1 + self.mtp / m.moe_layers) / (self.ep * self.pp)
+        dense = dense / (self.pp * self.tensor)
+        rate = self.cluster.nic.rate if self.gpus > self.cluster.ranks_per_node else self.cluster.gpu.nvlink_rate
+        over = (dense, self.gpus // (self.pp * self.tensor)), (experts, self.gpus // (self.ep * self.pp))
+        return sum(6 * params * (1 - 1 / n) for params, n in over) / (rate * 1e3)
 
     @property
     def peak_tflops(self) -> float:
@@ -155,16 +168,6 @@ class Step:
     tflops_per_gpu: float
     exchange_us: float  # dispatch + combine of one layer, one way
     shares: dict[str, float]
-
-
-def exchange_us(job: Job) -> float:
-    """Dispatch + combine of one MoE layer, permute included, microseconds: mean of forward and backward. Only the
-    forward exchanges routing; the backward has its handle."""
-    if job.ep == 1:
-        return 0.0
-    forward = _exchange(job.shape, job.cluster.name, job.dispatcher, job.num_sms, job.dispatch_dtype)
-    backward = _exchange(job.shape, job.cluster.name, job.dispatcher, job.num_sms, "bf16", cached=True)
-    return (forward + (QUANTISE_US if job.dispatch_dtype != "bf16" else 0.0) + backward) / 2
 
 
 def recompute_us(job: Job) -> float:
@@ -318,7 +321,7 @@ def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None
     experts' compute alone."""
     if layer is not None and job.recompute != "none":
         raise ValueError(f"recompute={job.recompute!r}: a given layer says nothing of a recomputed exchange; use none")
-    one_way = job.one_way_us * (1 + job.imbalance) if layer is None else layer.one_way_us
+    one_way = job.exchange_us * (1 + job.imbalance) if layer is None else layer.one_way_us
     # forward, and each is the other's backward
     exchange = (2 * one_way + recompute_us(job) * (1 + job.imbalance)) * (1 - job.overlap)
     calls = 4 + (0 if job.recompute == "none" else 1 if _by_handle(job) else 2)
@@ -359,16 +362,6 @@ def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None
         one_way,
         {name: part / total for name, part in parts.items()},
     )
-
-
-def _gradient_us(job: Job) -> float:
-    """Gradients reduce-scattered in fp32 and weights gathered in bf16 over the replicas, by the slower link."""
-    m = job.model
-    dense = m.total * 1e9 - m.routed_params + job.mtp * (m.moe_layer_params + m.mtp_params)
-    dense, experts = dense / (job.pp * job.tensor), m.routed_params * (1 + job.mtp / m.moe_layers) / (job.ep * job.pp)
-    rate = job.cluster.nic.rate if job.gpus > job.cluster.ranks_per_node else job.cluster.gpu.nvlink_rate
-    over = (dense, job.gpus // (job.pp * job.tensor)), (experts, job.gpus // (job.ep * job.pp))
-    return sum(6 * params * (1 - 1 / n) for params, n in over) / (rate * 1e3)
 
 
 def calibrate(value: float, predicted: Callable[[float], float], low: float, high: float) -> float:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.extend(
     str(Path(__file__).resolve().parents[1] / folder)
-    for folder in ("python", "python/moe", "python/payload", "python/runtime", "python/weights", "ptx")
-)  # whose tests run here once more
+    for folder in ("python", "python/moe", "python/payload", "python/runtime", "python/weights", "ptx", "megatron")
+)  # whose tests run here once more, and what they are made of
 
 import pytest
 import torch

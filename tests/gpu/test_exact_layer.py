@@ -1,24 +1,25 @@
 """Megatron's layers with exact balancing and static rows, forward and backward captured as one CUDA graph: what replays
 with other tokens and other routing give is what the layers give of them without a graph.
 
-Manager, balancer and grouped experts are ours as in training; the router stands for itself as two tensors. On the PTX
-machine the grouped GEMM and the activation (Triton, on a GPU) are torch's operations on the machine's tensors."""
+The layers are those of `exact_layers`. On the PTX machine the grouped GEMM and the activation (Triton, on a GPU) are
+torch's operations on the machine's tensors."""
 
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
 
+import exact_layers
+
 from hybrid_ep.moe import activations, backends, padding, probing
 from hybrid_ep.testing import VirtualWorld
-from megatron_patches import balance, buffers, experts, settings
+from megatron_patches import balance, buffers, settings
 
-H, F, L, T, K, NUM_LAYERS = 64, 32, 2, 40, 2, 2
+NUM_LAYERS = 2
 SEEDS = range(4)
 
 
@@ -57,76 +58,20 @@ def _split(outs, sizes):
     return [[next(outs) for _ in range(size)] for size in sizes]
 
 
-class Experts(experts.GroupedExperts):
-    """Megatron's way to make them needs its process groups."""
-
-    def __init__(self, group, config, number):
-        torch.nn.Module.__init__(self)
-        self.config, self.kind, self.num_local_experts = config, "swiglu", L
-        self.backend, self.ep_group = settings.current().experts.backend, group
-        random = torch.Generator().manual_seed(100 * number + group.rank())
-        for name, shape in (("weight1", (L, 2 * F, H)), ("weight2", (L, H, F))):
-            weight = torch.randn(shape, generator=random).mul_(0.2).bfloat16().cuda()
-            self.register_parameter(name, torch.nn.Parameter(weight))
-            getattr(self, name).main_grad = torch.zeros(shape, device="cuda")
-
-
-class Layers:
-    """MoE layers of a rank, one behind the other. They read maps bool [T, E] and probs fp32 [T, E], each its own, and
-    hidden and gradient bf16 [T, H]."""
-
+class Layers(exact_layers.Layers):
     def __init__(self, group):
-        num_experts = L * group.size()
-        config = SimpleNamespace(
-            num_moe_experts=num_experts,
-            moe_router_topk=K,
-            hidden_size=H,
-            params_dtype=torch.bfloat16,
-            cuda_graph_impl="full_iteration",
-            moe_expert_capacity_factor=None,
-            moe_pad_expert_input_to_capacity=False,
-            moe_apply_probs_on_input=False,
-            fp8=None,
-        )
-        self.managers, self.experts, self.maps, self.probs = [], [], [], []
-        for number in range(NUM_LAYERS):
-            self.managers.append(balance.ExactManager(group, L, num_experts, K, config))
-            self.experts.append(Experts(group, config, number))
-            self.managers[-1].attach(self.experts[-1])
-            self.maps.append(torch.zeros(T, num_experts, dtype=torch.bool, device="cuda"))
-            self.probs.append(torch.zeros(T, num_experts, device="cuda", requires_grad=True))
-        self.hidden = torch.zeros(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        self.gradient = torch.zeros(T, H, device="cuda", dtype=torch.bfloat16)
-
-    def put(self, seed: int) -> None:
-        """Another micro-batch. Of every second one experts of the first rank are hot."""
-        random = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for map_, probs in zip(self.maps, self.probs, strict=True):
-                scores = torch.rand(map_.shape, generator=random)
-                scores[:, :L] += 0.7 * (seed % 2)
-                chosen = torch.zeros(map_.shape, dtype=torch.bool).scatter_(1, scores.topk(K).indices, True)
-                map_.copy_(chosen)
-                probs.copy_(torch.rand(map_.shape, generator=random) * chosen)
-            for tensor in (self.hidden, self.gradient):
-                tensor.copy_(torch.randn(T, H, generator=random))
+        super().__init__(group, NUM_LAYERS, "cuda", "full_iteration")
 
     def step(self) -> dict[str, torch.Tensor]:
         """Forward and backward; main gradients of experts are those of this step alone."""
-        parameters = {f"{n} {name}": p for n, e in enumerate(self.experts) for name, p in e.named_parameters()}
-        for parameter in parameters.values():
+        for parameter in self.parameters.values():
             parameter.main_grad.zero_()
-        x, plans = self.hidden, []
-        for manager, expert, map_, probs in zip(self.managers, self.experts, self.maps, self.probs, strict=True):
-            manager.setup_metadata(map_, probs)
-            rows, row_probs = manager.get_permuted_hidden_states_by_experts(manager.dispatch(x))
-            outputs, _ = expert(rows, manager.get_number_of_tokens_per_expert(), row_probs)
-            x = x + manager.combine(outputs)
-            plans.append(manager.last_plan.clones.slot_expert)
-        mine = {"hidden": self.hidden, **{f"probs {n}": p for n, p in enumerate(self.probs)}, **parameters}
+        x = self.forward()
+        plans = torch.stack([manager.last_plan.clones.slot_expert for manager in self.managers])
+        mine = {"hidden": self.hidden, **{f"probs {n}": p for n, p in enumerate(self.probs)}, **self.parameters}
         found = dict(zip(mine, torch.autograd.grad(x, list(mine.values()), self.gradient), strict=True))
-        found |= {f"{name}, of clones": p.main_grad.clone() for name, p in parameters.items()}
-        return {"out": x.detach(), "plans": torch.stack(plans), **found}
+        found |= {f"{name}, of clones": p.main_grad.clone() for name, p in self.parameters.items()}
+        return {"out": x.detach(), "plans": plans, **found}
 
 
 @pytest.fixture

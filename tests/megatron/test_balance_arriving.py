@@ -61,7 +61,7 @@ class Layer:
         assert self.world.homeward is None, "gradients before those before them have been waited for"
         self.world.log.append(f"home {work}")
         self.world.homeward = work
-        return Homeward(SimpleNamespace(wait=self.came_home), [self.parameter], {self.parameter: gradients[0]})
+        return Homeward(self.came_home, [self.parameter], {self.parameter: gradients[0]})
 
     def came_home(self):
         assert self.world.homeward is not None

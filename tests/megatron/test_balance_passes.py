@@ -1,86 +1,40 @@
 """Layers with exact balancing whose passes do not go from their beginning to their end: gradients of some inputs alone,
 errors in a backward, models that are dropped. What is computed next is what it would be without.
 
-Two ranks are threads; managers, experts and kernels are those of training on hosts, the router is two tensors."""
+Two ranks are threads, whose layers are those of `exact_layers`."""
 
 import gc
 import threading
 import weakref
-from types import SimpleNamespace
 
+import exact_layers
 import pytest
 import torch
 
 from hybrid_ep.moe import grouped
 from hybrid_ep.testing import VirtualWorld
-from megatron_patches import balance, balance_kernels, buffers, experts, settings
+from megatron_patches import balance_kernels, buffers, settings
 
 pytestmark = pytest.mark.version_free
-H, F, OWNED, T, K, NUM_LAYERS, RANKS = 64, 32, 2, 40, 2, 3, 2
+NUM_LAYERS, RANKS = 3, 2
 
 
-class Experts(experts.GroupedExperts):
-    """Megatron's way to make them needs its process groups."""
-
-    def __init__(self, group, config, number):
-        torch.nn.Module.__init__(self)
-        self.config, self.kind, self.num_local_experts = config, "swiglu", OWNED
-        self.backend, self.ep_group = settings.current().experts.backend, group
-        random = torch.Generator().manual_seed(100 * number + group.rank())
-        for name, shape in (("weight1", (OWNED, 2 * F, H)), ("weight2", (OWNED, H, F))):
-            weight = torch.randn(shape, generator=random).mul_(0.2).bfloat16()
-            self.register_parameter(name, torch.nn.Parameter(weight))
-            getattr(self, name).main_grad = torch.zeros(shape)
-
-
-class Layers:
-    """Of one rank. Experts of the first are hot."""
-
+class Layers(exact_layers.Layers):
     def __init__(self, group):
-        config = SimpleNamespace(
-            num_moe_experts=OWNED * RANKS,
-            moe_router_topk=K,
-            hidden_size=H,
-            params_dtype=torch.bfloat16,
-            cuda_graph_impl="none",
-            moe_expert_capacity_factor=None,
-            moe_pad_expert_input_to_capacity=False,
-            moe_apply_probs_on_input=False,
-            fp8=None,
-        )
-        random = torch.Generator().manual_seed(group.rank())
-        self.managers, self.experts, self.routed = [], [], []
-        for number in range(NUM_LAYERS):
-            self.managers.append(balance.ExactManager(group, OWNED, OWNED * RANKS, K, config))
-            self.experts.append(Experts(group, config, number))
-            self.managers[-1].attach(self.experts[-1])
-            scores = torch.rand(T, OWNED * RANKS, generator=random)
-            scores[:, :OWNED] += 0.7
-            chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, scores.topk(K).indices, True)
-            self.routed.append((chosen, scores * chosen))
-        self.hidden = torch.randn(T, H, generator=random).bfloat16().requires_grad_()
-        self.gradient = torch.randn(T, H, generator=random).bfloat16()
-        self.parameters = [p for one in self.experts for p in one.parameters()]
-
-    def forward(self):
-        x = self.hidden
-        for manager, expert, (map_, probs) in zip(self.managers, self.experts, self.routed, strict=True):
-            manager.setup_metadata(map_, probs)
-            rows, row_probs = manager.get_permuted_hidden_states_by_experts(manager.dispatch(x))
-            x = x + manager.combine(expert(rows, manager.get_number_of_tokens_per_expert(), row_probs)[0])
-        return x
+        super().__init__(group, NUM_LAYERS)
+        self.put(1)
 
     def step(self):
         """Everything that a backward makes."""
         self.clear()
         self.forward().backward(self.gradient)
         assert sum(manager.last_plan.num_copies for manager in self.managers) > 0
-        return [self.hidden.grad.clone(), *(x.clone() for p in self.parameters for x in (p.grad, p.main_grad))]
+        return [self.hidden.grad.clone(), *(x.clone() for p in self.parameters.values() for x in (p.grad, p.main_grad))]
 
     def clear(self):
-        for parameter in (self.hidden, *self.parameters):
-            parameter.grad = None
-        for parameter in self.parameters:
+        for tensor in (self.hidden, *self.probs, *self.parameters.values()):
+            tensor.grad = None
+        for parameter in self.parameters.values():
             parameter.main_grad.zero_()
 
 
@@ -108,7 +62,7 @@ def test_gradients_of_an_input_alone_leave_parameters_as_they_are(ranks):
         layers.clear()
         (hidden,) = torch.autograd.grad(layers.forward(), [layers.hidden], layers.gradient)
         assert torch.equal(hidden, want[0])
-        assert all(p.grad is None and not p.main_grad.any() for p in layers.parameters)
+        assert all(p.grad is None and not p.main_grad.any() for p in layers.parameters.values())
         return same(layers.step(), want)
 
     assert ranks(work) == [True] * RANKS
@@ -166,7 +120,7 @@ def test_a_model_that_is_dropped_is_freed(ranks):
     def work(layers):
         layers.step()
         layers.forward()  # nobody goes back
-        return [weakref.ref(x) for x in (*layers.managers, *layers.parameters)]
+        return [weakref.ref(x) for x in (*layers.managers, *layers.parameters.values())]
 
     found = [ref for of_rank in ranks(work) for ref in of_rank]
     for _ in range(4):

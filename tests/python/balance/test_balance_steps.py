@@ -130,9 +130,9 @@ def test_from_clone_to_clone_each_port_carries_one_expert():
 def test_a_given_layer_takes_the_place_of_the_exchange_model():
     job = replace(SMALL, imbalance=0.3)
     own = step_time.step(job)
-    given = step_time.step(job, Layer(step_time.exchange_us(job) * 1.3))
+    given = step_time.step(job, Layer(job.exchange_us * 1.3))
     assert given.seconds == pytest.approx(own.seconds, rel=1e-12)
-    more = step_time.step(job, Layer(step_time.exchange_us(job) * 1.3, 100.0))
+    more = step_time.step(job, Layer(job.exchange_us * 1.3, 100.0))
     assert more.seconds - own.seconds == pytest.approx((58 + 1) * 4 * 100e-6)  # of one stage, without a bubble; MTP
     with pytest.raises(ValueError, match="recompute"):
         step_time.step(replace(job, recompute="full"), Layer(1.0))

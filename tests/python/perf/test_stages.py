@@ -66,7 +66,7 @@ def test_stages_are_the_recipes_own(name):
 
 def test_a_step_is_the_slowest_stage_and_one_micro_batch_of_the_others():
     job = Job(DEEPSEEK, GB200, 256, 64, 4, virtual_pp=4, micro_batches=64, grad_overlap=1.0)
-    exchange = 2 * step_time.exchange_us(job)
+    exchange = 2 * job.exchange_us
 
     def micro_batch(stage):
         compute, launches = step_time.compute_us(job, stage), step_time.launches_us(job, stage)
@@ -82,7 +82,7 @@ def test_multi_token_prediction_is_one_more_layer_its_exchange_and_a_pass_of_the
     without = Job(DEEPSEEK, GB200, 64, 64, micro_batches=1, grad_overlap=1.0, mtp_layers=0)
     more = 1e6 * (step(replace(without, mtp_layers=1)).seconds - step(without).seconds)
     token = efficiency.per_token(DEEPSEEK, GB200, "bf16", 4096)
-    a_layer = step_time.compute_us(without, Stage(1)) + efficiency.layer_us(GB200) + 2 * step_time.exchange_us(without)
+    a_layer = step_time.compute_us(without, Stage(1)) + efficiency.layer_us(GB200) + 2 * without.exchange_us
     assert more == pytest.approx(a_layer + 4096 * (token.mtp_more + token.head))
     assert step(replace(without, mtp_layers=None)).seconds == step(replace(without, mtp_layers=1)).seconds
     for mtp, flops in ((0, 249.8e9), (1, 260.0e9)):
