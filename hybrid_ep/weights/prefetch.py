@@ -5,10 +5,11 @@
     buffer 0   0 ready ─────►done│ pull 2 ... ready      "done" of layer l licenses the pull of l + 2 into its buffer,
     buffer 1   1 ready ─────────────────►done│ pull 3    which has the whole of layer l + 1 to end in
 
-Layers are used to and fro in training (0 1 2 3, then 3 2 1 0 in the backward), round and round in evaluation. What will
-be used next is what is pulled next, so that the turn of the way costs nothing: those layers are still there. One thread
-copies, or on a GPU hands the copies to the engines. It takes a slice from each owner in turn, beginning behind its own
-rank, so that ranks do not all read from the same owner at the same time."""
+Layers are used to and fro in training (0 1 2 3, then 3 2 1 0 in the backward), round and round in evaluation, and as a
+pipeline's schedule has them: after a step its order is known (`order.py`). What will be used next is what is pulled
+next, so that the turn of the way costs nothing: those layers are still there. One thread copies, or on a GPU hands the
+copies to the engines. It takes a slice from each owner in turn, beginning behind its own rank, so that ranks do not all
+read from the same owner at the same time."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ import torch
 from hybrid_ep.errors import BufferFailedError, DeadlineError, HybridEPError
 from hybrid_ep.weights import layout as places
 from hybrid_ep.weights.layout import DEFAULT_SLICE_BYTES
+from hybrid_ep.weights.order import Order
 from hybrid_ep.weights.store import ExpertStore
 
 if TYPE_CHECKING:
@@ -110,6 +112,7 @@ class WeightPrefetcher:
         for marks in self._kept_marks:
             marks.take(self._kept.marks)
         self._lock, self._clock = threading.Lock(), itertools.count(1)
+        self._order = Order()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_copy, args=(store, self._jobs, self.statistics), daemon=True)
         self._thread.name = f"weights of rank {rank}"
@@ -130,6 +133,7 @@ class WeightPrefetcher:
         for slot in self._slots:
             slot.layer, slot.job = -1, None
         self.store.publish(weights)
+        self._order.new_step()
         self._prefetch(range(self.layout.num_layers))
 
     def acquire(self, layer: int) -> Fetched:
@@ -151,6 +155,7 @@ class WeightPrefetcher:
                     "prefetcher with more num_buffers"
                 )
             slot.users += 1
+            self._order.used(layer)
             job = slot.job
             at_once = job.arrived is not None and job.arrived.passed()
         counted = self.statistics
@@ -169,8 +174,9 @@ class WeightPrefetcher:
     def release(self, layer: int, *, backward: bool = False, training: bool = True) -> None:
         """The layer's weights were used; what comes after it is pulled into buffers that nobody uses.
 
-        backward: the layer ran in the backward. training: a backward follows the forward, so that the way turns at the
-        last layer; evaluation goes round. A wrong guess costs time, never a result."""
+        That is what came after it in the step before. Where none was like this one: backward: the layer ran in the
+        backward. training: a backward follows the forward, so that the way turns at the last layer; evaluation goes
+        round. A wrong guess costs time, never a result."""
         with self._lock:
             slot = self._holding(layer)
             if slot is None or not slot.users:
@@ -216,13 +222,14 @@ class WeightPrefetcher:
         return next((slot for slot in self._slots if slot.layer == layer), None)
 
     def _prefetch(self, way: Iterator[int] | range) -> None:
-        """Ask for as many of the next layers as there are buffers."""
+        """Ask for as many of the next layers as there are buffers. way: which they are, where the past does not say."""
         wanted: dict[int, None] = {}
-        for layer in itertools.islice(way, 2 * self.layout.num_layers + 2):
-            wanted.setdefault(layer)
-            if len(wanted) == len(self._slots):
-                break
+        most = 2 * self.layout.num_layers + 2
         with self._lock:
+            for layer in itertools.chain(self._order.following(most), itertools.islice(way, most)):
+                wanted.setdefault(layer)
+                if len(wanted) == len(self._slots):
+                    break
             for layer in wanted:
                 if self._holding(layer) is None:
                     self._request(layer, set(wanted))
