@@ -93,7 +93,8 @@ class Exchange:
         type=int,
         metavar="N",
         help="Micro-batches of up to N tokens a rank take the latency path, with a static "
-        "number of rows: --moe-pad-expert-input-to-capacity or --moe-expert-rank-capacity-factor.",
+        "number of rows: --moe-pad-expert-input-to-capacity, --moe-expert-rank-capacity-factor or "
+        "--hybrid-ep-static-rows.",
     )
     arena_mib: int | None = option(
         "arena_mib",

@@ -9,7 +9,7 @@ import balance_programs
 import pytest
 import torch
 from balance_programs import equal, integers, train
-from rank_programs import EXPERTS, HIDDEN, TOPK, initialize, make_dispatcher
+from rank_programs import EXPERTS, HIDDEN, TOPK, initialize, make_dispatcher, watched_lines
 
 import megatron_patches
 from hybrid_ep.errors import CapacityError
@@ -178,6 +178,60 @@ def overflows(ep, grouped):
     assert raised.value.rows == tuple(load.tolist()) and set(raised.value.capacity) == {CONSTANT}
     megatron_patches.revert()
     return first.static.rows_over
+
+
+def kernels_overflow(ep):
+    """Plans of the kernels where one spare slot cannot level: six of eight experts have all tokens, so that the fourth
+    rank can take one of them and no more. Returns the rows over."""
+    groups = initialize(ep)
+
+    def six_hot(step, rank):
+        hidden, maps, probs = batch(step, rank)
+        scores = torch.rand(maps.shape, generator=torch.Generator().manual_seed(step + 99 * rank))
+        scores[..., -2:] = -1
+        maps = torch.zeros_like(maps).scatter_(2, scores.topk(TOPK, 2).indices, True)
+        return hidden, maps, maps * integers(maps.shape, step + 5, 1, 2) / 2
+
+    balance_programs.batch = six_hot
+    common = {"ranks_per_node": ep, "grouped_gemm": True}
+    megatron_patches.apply(**common)
+    off, _ = train(groups, ep, main_grad=torch.float32)
+    asked = {**common, "balance": "exact", "spare_slots": 1, "balance_push": "kernels"}
+    for recompute in (False, True):
+        megatron_patches.apply(**asked, static_rows="grow")
+        with dispatches() as seen:
+            got, copies = quiet(groups, ep, recompute=recompute, main_grad=torch.float32)
+        assert copies > 0 and equal(got, off), recompute
+    first = seen[0][0].static
+    assert first.overflows > 0
+    megatron_patches.apply(**asked, static_rows="drop")
+    with dispatches() as seen:
+        lossy, copies = quiet(groups, ep, main_grad=torch.float32)
+    assert copies > 0 and not equal(lossy, off) and all(torch.isfinite(x).all() for x in lossy)
+    assert {len(rows) for _, rows, _ in seen} == {CONSTANT}
+    megatron_patches.apply(**asked, static_rows="raise")
+    with pytest.raises(CapacityError, match="spare-slots"):
+        quiet(groups, ep, main_grad=torch.float32)
+    megatron_patches.revert()
+    return first.rows_over
+
+
+def by_lines(ep, ranks_per_node):
+    """Static rows are what the latency path wants: plans with it have the bits of off without it."""
+    groups = initialize(ep)
+    balance_programs.batch = batch
+    common = {"ranks_per_node": ranks_per_node, "grouped_gemm": True}
+    megatron_patches.apply(**common)
+    off, _ = train(groups, ep)
+    called = []
+    for policy, most in (("grow", TOKENS), ("drop", TOKENS), ("drop", TOKENS - 1)):
+        megatron_patches.apply(**common, balance="exact", spare_slots=2, static_rows=policy, latency_tokens=most)
+        with watched_lines() as lines:
+            got, copies = quiet(groups, ep)
+        assert copies > 0 and equal(got, off), (policy, most)
+        called.append(lines.called)
+    megatron_patches.revert()
+    return called
 
 
 def broken(ep):

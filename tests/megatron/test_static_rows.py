@@ -28,6 +28,17 @@ def test_what_does_not_fit_is_kept_dropped_or_refused(grouped):
     assert len(set(counted)) == 1 and counted[0] > 0
 
 
+def test_what_the_kernels_plans_leave_over_is_kept_dropped_or_refused():
+    counted = run("kernels_overflow", 4, 4)
+    assert len(set(counted)) == 1 and counted[0] > 0
+
+
+@pytest.mark.version_free
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+def test_few_tokens_take_the_latency_path(ranks_per_node):
+    assert run("by_lines", 4, 4, ranks_per_node) == [[True, True, False]] * 4
+
+
 def test_quantised_rows_go_to_clones_as_to_their_experts():
     said = run("quantised", 4, 4)
     assert said == [[False, True, True, True]] * 4, "rounding shows; then the same with any plan"
