@@ -257,12 +257,18 @@ def main(argv=None):
     parser.add_argument(
         "--apart", action="store_true", help="only the table of experts that are hot together, kept apart"
     )
-    parser.add_argument("--traces", type=Path, metavar="NPZ", help="only the table of recorded traces, as markdown")
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="NPZ",
+        help="only the table of recorded traces, as markdown; with --apart, of their experts kept apart",
+    )
     args = parser.parse_args(argv)
     if args.traces:
-        rows = list(traces.rows(traces.load(args.traces)[0]))
-        print(traces.markdown(rows))
-        return write(args.json, {"traces": rows})
+        counts = traces.load(args.traces)[0]
+        made = list(traces.apart_rows(counts) if args.apart else traces.rows(counts))
+        print((traces.apart_markdown if args.apart else traces.markdown)(made))
+        return write(args.json, {"apart" if args.apart else "traces": made})
     published = runpy.run_path(str(args.published)) if args.published else None
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)

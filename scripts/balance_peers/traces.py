@@ -20,6 +20,7 @@ JUDGED, WINDOW = 100, 8
 STALE = (1, 10, 100)
 SPARE = (1, 2)
 EXPERTS_A_RANK = (4, 8)
+PLACED = ("home", "slow", "apart")
 
 
 def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, dict]]:
@@ -51,18 +52,25 @@ def static(counts: np.ndarray, num_ranks: int, stale: int | None) -> np.ndarray:
     return np.array(left)
 
 
-def exact(counts: np.ndarray, num_ranks: int, spare: int) -> tuple[np.ndarray, ...]:
+def exact(counts: np.ndarray, num_ranks: int, spare: int, placed: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
     """(imbalance, clones, above, proved) of exact plans, [JUDGED, layers] each. above: the fullest rank is above the
-    target, of layers that were out of balance by more than the planner lets pass; proved: so it is in every plan."""
-    planner = balance.MicrobatchPlanner(num_ranks, counts.shape[2], spare_slots=spare)
+    target, of layers that were out of balance by more than the planner lets pass; proved: so it is in every plan.
+    placed int [layers, experts]: the expert of every slot (default: in their order)."""
+    num_experts = counts.shape[2]
+    placed = np.arange(num_experts)[None].repeat(counts.shape[1], 0) if placed is None else placed
+    planners = []
+    for experts in placed:
+        owner = np.empty(num_experts, np.int32)
+        owner[experts] = np.arange(num_experts) // (num_experts // num_ranks)
+        planners.append(balance.MicrobatchPlanner(num_ranks, num_experts, owner, spare_slots=spare))
     by_rank = np.zeros((num_ranks, counts.shape[2]), np.int64)  # no plan depends on who sends
     left, clones, above, proved = [], [], [], []
     for step in counts[-JUDGED:]:
-        for by_rank[0] in step:
+        for planner, by_rank[0] in zip(planners, step, strict=True):
             plan = planner.plan(by_rank)
             left.append(plan.imbalance())
             clones.append(plan.num_copies)
-            wanted = plan.imbalance(balanced=False) > planner.options.skip_below
+            wanted = plan.imbalance(balanced=False) > planners[0].options.skip_below
             above.append(wanted and int(plan.tokens_of_ranks().max()) > plan.target)
             proved.append(above[-1] and round((1 + plan.bound()) * int(step.sum()) / num_ranks) > plan.target)
     shape = (JUDGED, counts.shape[1])
@@ -138,6 +146,44 @@ def rows(counts: dict[str, np.ndarray]):
             "by trace": {what: [round(float(v), 4) for v in x.mean(axis=0)] for what, x in columns.items()},
             "most by trace": {what: [round(float(v), 4) for v in x.max(axis=0)] for what, x in columns.items()},
         }
+
+
+def apart_rows(counts: dict[str, np.ndarray]):
+    """One row a run and number of experts a rank: exact plans with one spare slot over three placements of the experts:
+    at home, in their order; slow mode's by averages; and kept apart, by covariances as well. Both are planned once, of
+    all steps before the first one judged."""
+    for name, ranks in shapes(counts):
+        run = counts[name]
+        past, experts = run[:-JUDGED].transpose(1, 0, 2), run.shape[2]
+        home = np.arange(experts)[None].repeat(run.shape[1], 0)
+        load = past.sum(axis=1)
+        slow = balance.plan_placement(load, experts, ranks, current=home)
+        # Covariances times a constant, in whole numbers: the same bits on any machine.
+        joint = past.shape[1] * np.einsum("lse,lsf->lef", past, past) - load[:, :, None] * load[:, None, :]
+        apart = balance.plan_placement(load, experts, ranks, current=slow.phy2log, covariance=joint)
+        row = {"run": name, "EP": ranks, "layers x steps": JUDGED * run.shape[1], "slots moved": int(apart.moved.sum())}
+        for word, placed in (("home", home), ("slow", slow.phy2log), ("apart", apart.phy2log)):
+            left, clones, above, _ = exact(run, ranks, 1, placed)
+            before = np.stack([rank_loads(step, placed, ranks) for step in run[-JUDGED:]])
+            row |= {
+                f"none, {word}": float((before.max(axis=2) / before.mean(axis=2) - 1).mean()),
+                f"above, {word}": int(above.sum()),
+                f"most, {word}": float(left.max()),
+                f"clones, {word}": float(clones.mean()),
+            }
+        yield row
+
+
+def apart_markdown(made: list[dict]) -> str:
+    """The table of a page."""
+    head = ["run", "EP", "layers x steps"]
+    lines = [[*head, *(f"{n}: home" if w == "home" else w for n in ("none", "above", "most") for w in PLACED), "slots"]]
+    for row in made:
+        cells = [row[h] for h in head] + [f"{row[f'none, {w}']:.3f}" for w in PLACED]
+        cells += [row[f"above, {w}"] for w in PLACED] + [f"{row[f'most, {w}']:.3f}" for w in PLACED]
+        lines.append([*cells, row["slots moved"]])
+    lines.insert(1, ["---", *["---:"] * (len(lines[0]) - 1)])
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def markdown(made: list[dict]) -> str:

@@ -47,6 +47,17 @@ def test_how_often_static_rows_overflow(counts):
     assert [row[3] for row in rows] == ["23", "0", "324", "0"]  # the numbers of docs/balancer.md
 
 
+def test_experts_kept_apart(counts):
+    page = PAGE.with_name("2026-11-27-router-traces-apart.md")
+    written = json.loads(page.with_suffix(".json").read_text())["apart"]
+    assert traces.apart_markdown(written) in page.read_text()
+    some = {name: counts[name] for name in ("tiny_no_loss", "larger_groups")}
+    assert list(traces.apart_rows(some)) == [row for row in written if row["run"] in some]
+    total = {word: sum(row[f"above, {word}"] for row in written) for word in traces.PLACED}
+    said = f"{total['home']} are above the target", f"{total['slow']} where", f"{total['apart']} where"
+    assert all(text in page.read_text().replace("\n", " ") for text in said)
+
+
 def _lacks_a_row(table, counts):
     del table[-1]
 
