@@ -27,7 +27,9 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from hybrid_ep import _core  # noqa: E402  (the checkout first, installed or not)
+from hybrid_ep.balance import MicrobatchOptions  # noqa: E402
 from hybrid_ep.buffer import HybridEPBuffer  # noqa: E402
+from hybrid_ep.clones import ClonedRouting  # noqa: E402
 from hybrid_ep.runtime.bootstrap import Rendezvous  # noqa: E402
 from hybrid_ep.testing import VirtualGroup  # noqa: E402
 
@@ -86,7 +88,9 @@ class Group:
     handle: tuple | None = None
 
     def __init__(self, num_ranks: int, kind: str) -> None:
-        self.buffer = lone_buffer(0, num_ranks, num_ranks, HIDDEN, TOKENS, EXPERTS_PER_RANK, arena_mib=1)
+        clones = {"clones": MicrobatchOptions(spare_slots=1)} if kind == "plan" else {}
+        slots = EXPERTS_PER_RANK + bool(clones)
+        self.buffer = lone_buffer(0, num_ranks, num_ranks, HIDDEN, TOKENS, slots, arena_mib=1, **clones)
         self.session = self.buffer._session
         self.session.runs_beside = True
         num_experts = num_ranks * EXPERTS_PER_RANK
@@ -110,8 +114,17 @@ class Group:
     def combine(self) -> tuple:
         return self.buffer.combine_with_unpermute(hidden=self.rows, handle=self.handle)
 
+    def plan(self) -> ClonedRouting:
+        return self.buffer.plan_clones(topk_idx=self.idx)
 
-CALLS = {"blocking": Group.blocking, "not_waiting": Group.not_waiting, "cached": Group.cached, "combine": Group.combine}
+
+CALLS = {
+    "blocking": Group.blocking,
+    "not_waiting": Group.not_waiting,
+    "cached": Group.cached,
+    "combine": Group.combine,
+    "plan": Group.plan,
+}
 
 
 def samples_us(num_ranks: int, kind: str, num_calls: int) -> list[float]:

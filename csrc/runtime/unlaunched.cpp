@@ -18,6 +18,7 @@ class UnlaunchedExecutor final : public Executor {
   }
   void dispatch(DispatchParams&, const LaunchSettings&) override { ++launches_; }
   void combine(CombineParams&, const LaunchSettings&) override { ++launches_; }
+  void balance(const BalanceParams&, const LaunchSettings&) override { ++launches_; }
 
  private:
   // Pairs by expert, and tokens by rank and by node, of this rank's routing: once a pair, a rank and a node.

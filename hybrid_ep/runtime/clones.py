@@ -161,11 +161,12 @@ def plan(
 
 def _empty_plan(slots: tuple[int, int], num_experts: int, device: torch.device) -> ClonePlan:
     parts = torch.empty(3, *slots, dtype=torch.int64, device=device)
+    slot_tokens, take, first = parts.unbind()
     return ClonePlan(
         torch.empty(slots, dtype=torch.int32, device=device),
-        parts[0],
-        parts[1],
-        parts[2],
+        slot_tokens,
+        take,
+        first,
         torch.empty(slots[0], num_experts, dtype=torch.int64, device=device),
         torch.empty(4, dtype=torch.int64, device=device),
         parts,

@@ -18,9 +18,21 @@ from hybrid_ep import _core
 RANKS = 72
 # Of a call: operations of torch; Python's and C's functions called in all, and from the last launch before the rows',
 # if there is one, until theirs. Calls have a twentieth of room, operations none: raise one for what the host must do.
-CEILINGS = {"blocking": (1, 104, 36), "not_waiting": (4, 97, 25), "cached": (0, 108, 94), "combine": (1, 80, 72)}
+CEILINGS = {
+    "blocking": (1, 104, 36),
+    "not_waiting": (4, 97, 25),
+    "cached": (0, 108, 94),
+    "combine": (1, 80, 72),
+    "plan": (6, 62, 0),
+}
 # With a torch that has no table of C functions for the exchange of tensors.
-OLDER_TORCH = {"blocking": (8, 212, 69), "not_waiting": (9, 189, 39), "cached": (3, 110, 96), "combine": (1, 80, 72)}
+OLDER_TORCH = {
+    "blocking": (8, 212, 69),
+    "not_waiting": (9, 189, 39),
+    "cached": (3, 110, 96),
+    "combine": (1, 80, 72),
+    "plan": (6, 62, 0),
+}
 
 
 class Operations(TorchDispatchMode):
