@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_ep.cli import names
-from hybrid_ep.hardware import clusters
-from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES, Balance
+from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES, DISPATCH_DTYPES, OVERFLOWS, Balance
 
 from . import safe_yaml
 from .architecture import Architecture
+from .hardware import Hardware
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
 MOMENTS = ("fp32", "bf16")
@@ -25,67 +25,6 @@ SHARDING = ("distributed_optimizer", "megatron_fsdp")
 DISPATCHERS = ("hybrid_ep", "alltoall")
 BALANCE = ("off", "exact", "slow", "both")
 AUTO = ("auto", "yes", "no")
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """memory_bytes: of one GPU's HBM as its data sheet counts, GB = 1e9. gpus_per_host: processes of a Slurm node.
-    ranks_per_nvlink_domain: GPUs that reach one another without a NIC."""
-
-    name: str
-    gpu: str
-    memory_bytes: int
-    gpus_per_host: int
-    ranks_per_nvlink_domain: int
-    source: str
-    variant: str = ""
-    """Whose layouts the recipes take here; empty: its own."""
-
-    @property
-    def layouts(self) -> str:
-        return self.variant or self.name
-
-    @property
-    def hopper(self) -> bool:
-        return self.layouts == "h100_8x400g"
-
-
-# Names are those of hybrid_ep.hardware.clusters, which knows their links.
-HARDWARE = {
-    h.name: h
-    for h in (
-        Hardware("h100_8x400g", "H100 SXM 80 GB", 80 * 10**9, 8, 8, "NVIDIA H100 and DGX H100 data sheets"),
-        Hardware("h200_8x400g", "H200 SXM 141 GB", 141 * 10**9, 8, 8, "NVIDIA H200 data sheet", "h100_8x400g"),
-        Hardware("h800_8x400g", "H800 SXM 80 GB", 80 * 10**9, 8, 8, "as H100, with slower NVLink", "h100_8x400g"),
-        Hardware("b200_8x400g", "B200 180 GB", 180 * 10**9, 8, 8, "NVIDIA DGX B200 data sheet: 1,440 GB in 8 GPUs"),
-        Hardware(
-            "b300_8x800g",
-            "B300 288 GB",
-            287 * 10**9,
-            8,
-            8,
-            "NVIDIA DGX B300 data sheet: 2.3 TB in 8 GPUs",
-            "b200_8x400g",
-        ),
-        Hardware(
-            "gb200_nvl72",
-            "GB200 186 GB",
-            186 * 10**9,
-            4,
-            72,
-            "NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs, 4 GPUs a compute tray",
-        ),
-        Hardware(
-            "gb300_nvl72",
-            "GB300 278 GB",
-            277 * 10**9,
-            4,
-            72,
-            "NVIDIA GB300 NVL72 data sheet: 20 TB in 72 GPUs, 4 GPUs a compute tray",
-            "gb200_nvl72",
-        ),
-    )
-}
 # Megatron's pipeline letters: embedding, transformer layer, multi-token prediction, loss.
 _STAGE = re.compile(r"E?t*m?L?")
 
@@ -113,6 +52,8 @@ class ClusterRun:
     lr: float = 3e-4
     dispatcher: str = "hybrid_ep"
     num_sms: int = 24
+    dispatch_dtype: str = "bf16"
+    """What the forward dispatch sends: bf16, or fp8 or mxfp8 with scales; experts get bf16 (docs/megatron.md)."""
     ranks_per_node: int = 0
     """Of one NVLink domain as hybrid_ep sees it; 0: the largest the hardware and the group allow."""
     precision: str = "bf16"
@@ -148,6 +89,9 @@ class ClusterRun:
     """Ranks that may hold an expert's clones, of exact and both: those of its owner's node, anywhere, or auto."""
     balance_push: str = "auto"
     """What brings weights to clones, of exact and both: kernels, in a group of one domain, torch, or auto."""
+    static_rows: str = "none"
+    """Of exact and both: dispatched rows of every micro-batch, whatever the router does; what one without a plan does:
+    grow, drop or raise. none: as many rows as there are."""
     balance_interval: int = 100
     """Steps from one placement to the next, of slow and both."""
     apex: str = "auto"
@@ -191,6 +135,8 @@ class ClusterRun:
             ("balance", BALANCE),
             ("balance_clones", CLONE_REACHES),
             ("balance_push", BALANCE_PUSHES),
+            ("static_rows", ("none", *OVERFLOWS)),
+            ("dispatch_dtype", DISPATCH_DTYPES),
             ("fp8_params", AUTO),
             ("fusions", AUTO),
             ("cuda_graphs", ("none", "attn", "router")),
@@ -265,10 +211,25 @@ class ClusterRun:
             self.tokenizer,
             "data_path needs the tokenizer that made it",
         )
+        self._check_dispatch()
         self._check_balance()
         self._check_recompute()
         self.more_flags()
         self.stages()
+
+    def _check_dispatch(self) -> None:
+        _require(
+            self.num_sms <= self.hardware.num_sms,
+            "num_sms",
+            self.num_sms,
+            f"must be at most {self.hardware.num_sms}, the SMs of a {self.hardware.gpu}",
+        )
+        _require(
+            self.dispatch_dtype == "bf16" or self.dispatcher == "hybrid_ep",
+            "dispatch_dtype",
+            self.dispatch_dtype,
+            f"only hybrid_ep sends quantised rows, not dispatcher={self.dispatcher}; use bf16",
+        )
 
     def _check_balance(self) -> None:
         """What the balancer and its grouped experts do not work with, all of it in one message."""
@@ -281,6 +242,12 @@ class ClusterRun:
         }
         changes = [f"{name}={value}" for name, value in wanted.items() if getattr(self, name) != value]
         _require(self.balance == "off" or not changes, "balance", self.balance, f"needs {', '.join(changes)}")
+        _require(
+            self.static_rows == "none" or self.clones > 0,
+            "static_rows",
+            self.static_rows,
+            "only exact balancing makes rows of every rank alike; use balance=exact or both, or static_rows=none",
+        )
         _require(
             not self.clones or self.balance_push != "kernels" or self._clones_stay,
             "balance_push",
@@ -361,7 +328,8 @@ class ClusterRun:
     @property
     def balance_settings(self) -> Balance:
         """The balancer's settings, as the flags of the run give them."""
-        return Balance(mode=self.balance, spare_slots=self.clones or 1, reach=self.balance_clones)
+        rows = None if self.static_rows == "none" else self.static_rows
+        return Balance(mode=self.balance, spare_slots=self.clones or 1, reach=self.balance_clones, static_rows=rows)
 
     @property
     def _clones_stay(self) -> bool:
@@ -452,21 +420,6 @@ class ClusterRun:
         if "dispatcher" in changes:
             changes["dispatcher"] = names.dispatcher(changes["dispatcher"])
         return dataclasses.replace(self, **changes)
-
-
-def layout(variants: dict[str, dict[str, Any]], hardware: Hardware) -> dict[str, Any]:
-    """A recipe's choices for this hardware: those of the generation it takes its layouts from, then its own."""
-    return {**variants[hardware.layouts], **(variants.get(hardware.name, {}) if hardware.variant else {})}
-
-
-def get_hardware(name: str) -> Hardware:
-    """ValueError lists what there is, and says who knows a cluster without layouts. Old names are understood."""
-    name = names.OLD_CLUSTERS.get(name, name)
-    others = "; simulate, report, tune and bench predict it" if name in clusters.CLUSTERS else ""
-    _require(
-        name in HARDWARE, "cluster", name, f"recipes have no layouts for it, use one of {', '.join(HARDWARE)}{others}"
-    )
-    return HARDWARE[name]
 
 
 def _require(ok: bool, name: str, value: object, remedy: str) -> None:

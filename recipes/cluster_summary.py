@@ -113,7 +113,9 @@ def candidates(run: ClusterRun, job: step_time.Job) -> list[Candidate]:
     found = []
     for name, dispatcher, num_sms, change in sorted(wanted, key=lambda w: w[3] != ""):
         try:
-            step = step_time.step(replace(job, dispatcher=dispatcher, num_sms=num_sms or job.num_sms))
+            rows = job.dispatch_dtype if dispatcher == "hybrid_ep" else "bf16"
+            other = replace(job, dispatcher=dispatcher, num_sms=num_sms or job.num_sms, dispatch_dtype=rows)
+            step = step_time.step(other)
         except ValueError:  # the model has no rate of it on this hardware
             continue
         found.append(Candidate(name, num_sms, change, step.seconds, step.exchange_us))

@@ -30,8 +30,9 @@ from hybrid_ep.hardware import clusters
 
 from . import CLUSTER_RECIPES, RECIPES, cluster_summary, get_recipe, launch_checks, launch_slurm, safe_yaml, sbatch
 from .__main__ import list_recipes
-from .cluster import HARDWARE, ClusterRun
+from .cluster import ClusterRun
 from .config import RunConfig
+from .hardware import HARDWARE
 from .run_folder import RunFolder, new_folder
 from .verdict import EXIT_NOT_LEARNED, failed
 

@@ -142,6 +142,8 @@ def _moe(run: ClusterRun) -> Arguments:
             hybrid_ep_ranks_per_node=run.domain,
             hybrid_ep_num_sms=run.num_sms,
         )
+        if run.dispatch_dtype != "bf16":
+            out += _flags(hybrid_ep_dispatch_dtype=run.dispatch_dtype)
     if run.overlap:
         out += _flags(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
     return out
@@ -153,6 +155,8 @@ def _balance(run: ClusterRun) -> Arguments:
     if run.clones:
         out += _flags(hybrid_ep_spare_slots=run.clones, hybrid_ep_balance_clones=run.balance_clones)
         out += _flags(hybrid_ep_balance_push=run.balance_push)
+    if run.static_rows != "none":
+        out += _flags(hybrid_ep_static_rows=run.static_rows)
     return out + (_flags(hybrid_ep_balance_interval=run.balance_interval) if run.balance in ("slow", "both") else [])
 
 

@@ -74,14 +74,18 @@ def registered_bytes(run: ClusterRun) -> int:
 
     One buffer serves all layers. Its receive rows are those that it begins with: for twice the mean of the group, or
     every token of the group if that is less; a rank that receives more makes all ranks' grow. Its arena is the default;
-    where nodes meet over NICs there is none.
+    where nodes meet over NICs there is none. A quantised dispatch has scales beside its rows from its first call on.
     """
     if run.dispatcher != "hybrid_ep":
         return 0
+    import torch
+
     from hybrid_ep import _core
     from hybrid_ep.balance import MicrobatchOptions
+    from hybrid_ep.payload import quantize
     from hybrid_ep.runtime.device_arena import whole_bytes
     from hybrid_ep.runtime.options import default_arena_bytes, first_recv_rows
+    from hybrid_ep.runtime.tensors import padded_row_bytes
 
     model, tokens = run.architecture, run.tokens_per_rank
     row_bytes = _BF16 * model.hidden_size
@@ -93,7 +97,10 @@ def registered_bytes(run: ClusterRun) -> int:
         "row_bytes": row_bytes,
         "scale_bytes": 0,
     }
-    nodes, clones = run.expert // run.domain, None
+    nodes, clones, scale_bytes = run.expert // run.domain, None, 0
+    if quantised := quantize.format_of(run.dispatch_dtype, model.hidden_size):
+        blocks = model.hidden_size // quantised.block
+        scale_bytes = padded_row_bytes(torch.empty(1, blocks, dtype=quantised.scale_dtype, device="meta"))
     if run.clones:
         options = MicrobatchOptions(**run.balance_settings.planner_options(nodes))
         clones = options.shape(run.expert, model.num_experts)
@@ -108,6 +115,7 @@ def registered_bytes(run: ClusterRun) -> int:
         max_tokens=tokens,
         max_topk=call["max_topk"],
         row_bytes=row_bytes,
+        scale_bytes=scale_bytes,
     )
     return shape.total_bytes
 

@@ -24,6 +24,7 @@ def job_of(run: ClusterRun) -> step_time.Job:
         run.seq_length,
         run.num_microbatches,
         dtype=run.precision,
+        dispatch_dtype=run.dispatch_dtype,
         dispatcher=names.modelled_dispatcher(run.dispatcher),
         num_sms=run.num_sms,
         layout=run.pipeline_layout,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .architecture import Architecture
-from .cluster import ClusterRun, get_hardware, layout
+from .cluster import ClusterRun
 from .config import RunConfig
+from .hardware import get_hardware, layout
 from .tiny_cpu import tiny_cpu_smoke
 
 ARCHITECTURE = Architecture(

@@ -1,6 +1,6 @@
 """What a training step would take without balancing and with it, on clusters that are not here: all of it a prediction.
 
-    python scripts/experiment_balance_steps.py [--engine model,events] [--zipf 1.0,...] [--json FILE] [--markdown]
+    python scripts/experiment_balance_steps.py [--engine model,events] [--zipf 1.0,...] [--json FILE]
     python scripts/experiment_balance_steps.py --redo FILE       the tables again: exchanges of FILE, steps anew
 
 DeepSeek-V3's layers, zipf routing whose hot experts differ from layer to layer and drift from micro-batch to

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes import CLUSTER_RECIPES
-from recipes.cluster import HARDWARE
+from recipes.hardware import HARDWARE
 
 pytest.importorskip("megatron.training.arguments", reason="megatron.training is not there", exc_type=ImportError)
 
@@ -19,7 +19,7 @@ PROGRAM = """
 import os, sys, types
 from pathlib import Path
 from recipes import CLUSTER_RECIPES
-from recipes.cluster import HARDWARE
+from recipes.hardware import HARDWARE
 from recipes.megatron_arguments import environment, megatron_arguments
 from megatron_patches import cpu, flags, graphs, parts, settings
 cpu.install()
@@ -57,6 +57,11 @@ for mode in ("exact", "slow", "both"):
                                       "gated_linear_unit": True})
     check_balance(config, 1, mode, now.balance.clones, now.experts.grouped)
     check_experts(config)
+static = small.derive(balance="exact", static_rows="drop", dispatch_dtype="fp8", precision="bf16", overlap=False)
+check("static", static)
+now = settings.current()
+assert (now.balance.static_rows, now.exchange.dispatch_dtype) == ("drop", "fp8"), now
+assert now.balance == static.balance_settings, (now.balance, static.balance_settings)
 for mode in ("off", "exact"):
     graphed = small.derive(cuda_graphs="router", balance=mode, precision="bf16", overlap=False)
     args = check("graphs " + mode, graphed)
@@ -94,7 +99,7 @@ def test_megatron_accepts_every_variant_and_no_flag_that_it_does_not_know():
         check=False,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    balances_graphs_and_fsdp = 6
+    balances_static_graphs_and_fsdp = 7
     assert done.stdout.count("FIRST HOUR") == 4
-    assert done.stdout.count("ACCEPTED") == len(CLUSTER_RECIPES) * len(HARDWARE) + balances_graphs_and_fsdp
+    assert done.stdout.count("ACCEPTED") == len(CLUSTER_RECIPES) * len(HARDWARE) + balances_static_graphs_and_fsdp
     assert "REFUSED 2" in done.stdout and "--no-such-flag" in done.stderr

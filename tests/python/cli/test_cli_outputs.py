@@ -131,7 +131,7 @@ def test_a_flag_is_the_same_thing_in_every_command_that_has_it(monkeypatch):
 
 def test_hardware_has_the_same_names_everywhere():
     from hybrid_ep.hardware import clusters
-    from recipes.cluster import HARDWARE
+    from recipes.hardware import HARDWARE
 
     assert set(HARDWARE) <= set(clusters.CLUSTERS)
 

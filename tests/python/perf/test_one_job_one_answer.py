@@ -11,7 +11,7 @@ import pytest
 from hybrid_ep import cli
 from hybrid_ep.perf import recommend, step_time
 from recipes import CLUSTER_RECIPES, cluster_summary
-from recipes.cluster import HARDWARE
+from recipes.hardware import HARDWARE
 
 VARIANTS = [(name, hardware) for name in CLUSTER_RECIPES for hardware in HARDWARE]
 

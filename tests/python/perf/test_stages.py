@@ -11,8 +11,8 @@ from hybrid_ep.perf import efficiency, models, step_time
 from hybrid_ep.perf.stages import Stage, stages
 from hybrid_ep.perf.step_time import Job, step
 from recipes import CLUSTER_RECIPES
-from recipes.cluster import HARDWARE
 from recipes.cluster_summary import job_of
+from recipes.hardware import HARDWARE
 
 DEEPSEEK, QWEN = models.get("deepseek_v3"), models.get("qwen3_235b_a22b")
 GB200, B200 = clusters.get("gb200_nvl72"), clusters.get("b200_8x400g")

@@ -1,6 +1,5 @@
 """GPU recipes: parameters as published, layouts that are refused, memory to the byte, scripts that a shell reads."""
 
-import dataclasses
 import os
 import re
 import shlex
@@ -9,16 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_ep.perf.step_time import step
-from hybrid_ep.spares import SpareSlots
-from hybrid_ep.testing import VirtualWorld
 from recipes import CLUSTER_RECIPES, get_recipe, megatron_arguments, memory, sbatch
-from recipes.cluster import HARDWARE
 from recipes.cluster_summary import describe, job_of
+from recipes.hardware import HARDWARE
 
 VARIANTS = [(name, hardware) for name in CLUSTER_RECIPES for hardware in HARDWARE]
 # The tensors of the published checkpoints, summed; DeepSeek-V3 without its multi-token-prediction layer.
@@ -126,40 +122,16 @@ def test_every_variant_takes_the_balancer(name, hardware):
     assert not {"--hybrid-ep-spare-slots", "--hybrid-ep-balance-clones", "--hybrid-ep-balance-push"} & set(slow)
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 4])
-def test_registered_bytes_are_those_of_a_real_buffer(ranks_per_node, monkeypatch):
-    # A GPU's arena: of one node, and not less than torch's allocator takes at once.
-    monkeypatch.setenv("HYBRID_EP_ARENA_MIB", "10" if ranks_per_node == 4 else "0")
-    run = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(expert=4, seq_length=64, ranks_per_node=ranks_per_node)
-    run = dataclasses.replace(run, architecture=dataclasses.replace(run.architecture, hidden_size=64, num_experts=16))
-
-    buffer = VirtualWorld(4 // ranks_per_node, ranks_per_node).buffers(64, 64, 4, timeout_s=30)[0]
-    assert buffer.memory_report().total_bytes == memory.registered_bytes(run)
-
-
-def test_spare_bytes_are_those_of_real_slots():
-    run = CLUSTER_RECIPES["qwen3_30b_a3b"]("b200_8x400g").derive(expert=4, **BALANCED, spare_slots=3)
-    small = dataclasses.replace(run.architecture, hidden_size=64, moe_ffn_hidden_size=24, num_experts=8)
-    run = dataclasses.replace(run, architecture=small)
-
-    def registered(per_node, group):
-        shapes = [(48, 64), (64, 24)]
-        slots = SpareSlots(
-            group,
-            spare_slots=3,
-            num_owners=2,
-            shapes=shapes,
-            dtype=torch.bfloat16,
-            executor="host",
-            num_of_hybrid_ep_ranks_per_nvlink_domain=per_node,
-        )
-        return slots.memory_report().total_bytes
-
-    of_one = VirtualWorld(1, 4).run(lambda _, group: registered(4, group))
-    assert of_one == [memory.spare_bytes(run)] * 4
-    over_nodes = dataclasses.replace(run, ranks_per_node=2)
-    of_two = VirtualWorld(2, 2).run(lambda _, group: registered(2, group))
-    assert of_two == [memory.spare_bytes(over_nodes)] * 4 != of_one
+def test_quantised_rows_and_static_ones_reach_the_run():
+    run = CLUSTER_RECIPES["deepseek_v3"]("h100_8x400g").derive(**BALANCED)
+    flags = megatron_arguments.megatron_arguments(run)
+    assert not {"--hybrid-ep-static-rows", "--hybrid-ep-dispatch-dtype"} & set(flags)
+    more = run.derive(static_rows="drop", dispatch_dtype="fp8")
+    flags = megatron_arguments.megatron_arguments(more)
+    assert flags[flags.index("--hybrid-ep-static-rows") + 1] == "drop"
+    assert flags[flags.index("--hybrid-ep-dispatch-dtype") + 1] == "fp8"
+    assert run.pushed_by == "kernels" and more.pushed_by == "torch", "static rows want all ranks level: clones anywhere"
+    assert step(job_of(more)).exchange_us < step(job_of(run)).exchange_us
 
 
 BAD = [
@@ -181,6 +153,12 @@ BAD = [
         {**BALANCED, "expert": 16, "balance_push": "kernels", "balance_clones": "anywhere"},
         "kernels push where ranks map each other's memory, here in domains of 8 of the 16 ranks",
     ),
+    ({"static_rows": "drop"}, "static_rows='drop': only exact balancing makes rows of every rank alike"),
+    ({**BALANCED, "balance": "slow", "static_rows": "grow"}, "static_rows='grow': only exact"),
+    ({"static_rows": "lose"}, "static_rows='lose': use one of none, grow, drop, raise"),
+    ({"dispatch_dtype": "fp8", "dispatcher": "alltoall"}, "dispatch_dtype='fp8': only hybrid_ep sends quantised rows"),
+    ({"dispatch_dtype": "int8"}, "dispatch_dtype='int8': use one of bf16, fp8, mxfp8"),
+    ({"num_sms": 133}, "num_sms=133: must be at most 132, the SMs of a H100"),
     ({"balance_clones": "near"}, "balance_clones='near': use one of auto, node, anywhere"),
     (
         {"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},

@@ -11,8 +11,8 @@ from docs_pages import ROOT
 
 from hybrid_ep.perf import recommend, step_time
 from recipes import CLUSTER_RECIPES, layouts, memory
-from recipes.cluster import HARDWARE
 from recipes.cluster_summary import describe, job_of
+from recipes.hardware import HARDWARE
 from recipes.launch_command import main, parse_changes
 
 sys.path.insert(0, str(ROOT / "scripts"))
