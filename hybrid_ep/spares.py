@@ -121,7 +121,8 @@ class SpareSlots:
         self._stream = torch.cuda.Stream(o.device) if alone else None
         self._pushed: tuple[torch.Tensor, ...] | None = None  # of the push under way, what its kernel reads
         self._collecting: tuple[torch.Tensor, ...] | None = None  # likewise
-        weights, gradients = spares.stacks(self._session.engine, self._layout, o.device)
+        with torch.inference_mode(False):
+            weights, gradients = spares.stacks(self._session.engine, self._layout, o.device)
         self.weights, self.gradients = tuple(weights), tuple(gradients)
         if o.device.type == "cuda":
             torch.cuda.current_stream(o.device).synchronize()  # zeros, before another rank's weights

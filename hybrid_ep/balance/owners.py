@@ -55,5 +55,6 @@ class Owners:
         """int64 [E]: column of each expert's owner in a map over physical slots, `spare_slots` after each rank's."""
         key = (spare_slots, device)
         if key not in self._columns:
-            self._columns[key] = torch.from_numpy(self.host_columns(spare_slots)).to(device)
+            with torch.inference_mode(False):  # a training that comes later saves it for its backward
+                self._columns[key] = torch.from_numpy(self.host_columns(spare_slots)).to(device)
         return self._columns[key]

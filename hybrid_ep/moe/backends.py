@@ -72,6 +72,12 @@ class Backend(Protocol):
     ) -> list[torch.Tensor]: ...
 
 
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Rows [N, K] one behind the other. contiguous() leaves a single row its stride, which GEMMs mind."""
+    x = x.contiguous()
+    return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
+
+
 class LoopBackend:
     """One matrix product per expert that has rows. Exact everywhere; needs the counts on the host."""
 
@@ -170,7 +176,7 @@ class TorchBackend:
         parts = list(zip(groups.sizes, cls._parts(x, groups), strict=True))
         return [
             # A transposed view keeps the ragged dimension off the contiguous one, where it would need alignment.
-            _required_grouped_mm()(x[first:last].contiguous().t(), g[first:last].contiguous(), offs=ends)
+            _required_grouped_mm()(_dense(x[first:last]).t(), _dense(g[first:last]), offs=ends)
             if last > first
             else x.new_zeros(size, x.shape[1], g.shape[1])
             for size, (first, last, ends) in (parts[i] for i in _asked(groups, of))
@@ -178,7 +184,7 @@ class TorchBackend:
 
     @staticmethod
     def _product(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return _required_grouped_mm()(x.contiguous(), w, offs=ends)
+        return _required_grouped_mm()(_dense(x), w, offs=ends)
 
     @staticmethod
     def _parts(x: torch.Tensor, groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:

@@ -38,7 +38,15 @@ def dequantize(payload: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
     codes = torch.stack([payload & 15, payload >> 4], 2).flatten(1)
     values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), device=payload.device, dtype=torch.float32)[codes.long()]
     factor = blocks * torch.where(token > 0, token, torch.ones_like(token))
-    return (values.unflatten(1, (-1, BLOCK)) * factor[..., None]).flatten(1).to(dtype)
+    return rounded((values.unflatten(1, (-1, BLOCK)) * factor[..., None]).flatten(1), dtype)
+
+
+def rounded(products: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 [P, H] in a dtype. What was finite in fp16 stays so, though few bits may have rounded it beyond."""
+    if dtype == torch.float16:
+        most = torch.finfo(dtype).max
+        products = products.clamp(-most, most)
+    return products.to(dtype)
 
 
 def block_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -48,7 +56,9 @@ def block_scales(scales: torch.Tensor) -> torch.Tensor:
 
 def token_scales(scales: torch.Tensor) -> torch.Tensor:
     """fp32 [T]: what remains to be multiplied onto the rows of the GEMM's result. 0 for a token of zeros."""
-    return scales[:, -_TOKEN_BYTES:].contiguous().view(torch.float32)[:, 0]
+    # In memory of its own, where fp32 may begin: contiguous() leaves a single row where it lies.
+    last = scales[:, -_TOKEN_BYTES:].clone(memory_format=torch.contiguous_format)
+    return last.view(torch.float32)[:, 0]
 
 
 def _codes(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ mxfp8   e4m3      e8m0, the power of two at or above amax / 448     32  1.031
 nvfp4   e2m1      e4m3, and fp32 a token; see nvfp4.py              16  0.5625
 ======  ========  =============================================  =====  =============
 
-mxfp8 is the OCP microscaling format (MX v1.0); its scale rounds up, so that nothing saturates. A block of zeros has
+mxfp8 is the OCP microscaling format (MX v1.0); its scale rounds up, so that nothing saturates. Values of bf16
+and fp32 above 3.2e38 may come back as infinity, those of fp16 do not. A block of zeros has
 scale 0 (fp8) or 2^-127 (mxfp8) and comes back as zeros, as do padding rows, whose bytes are all zero."""
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def dequantize(payload: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: 
     if fmt is NVFP4:
         return nvfp4.dequantize(payload, scales, dtype)
     factors = scales if fmt.name == "fp8" else _e8m0(scales)
-    return (payload.float().unflatten(1, (-1, fmt.block)) * factors[..., None]).flatten(1).to(dtype)
+    return nvfp4.rounded((payload.float().unflatten(1, (-1, fmt.block)) * factors[..., None]).flatten(1), dtype)
 
 
 def _e8m0(biased: torch.Tensor) -> torch.Tensor:

@@ -209,7 +209,8 @@ def columns(session: Session, owners: ExpertOwners | None, per_rank: int, spare:
     if key not in session.clone_columns:
         if len(session.clone_columns) >= _MOST_OWNERS and not session.captured:
             session.clone_columns.clear()
-        on_device = torch.from_numpy(on_host).to(session.options.device)
+        with torch.inference_mode(False):
+            on_device = torch.from_numpy(on_host).to(session.options.device)
         session.clone_columns[key] = Columns(on_device, zlib.crc32(key))
     return session.clone_columns[key]
 

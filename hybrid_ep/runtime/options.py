@@ -246,6 +246,16 @@ def first_recv_rows(capacity_factor: float | None, max_tokens: int, max_topk: in
     return most if capacity_factor is not None else min(most, 2 * max_tokens * max_topk)
 
 
+def seconds(timeout_s: Any) -> float:
+    """The deadline of every wait; None: what HYBRID_EP_TIMEOUT_S says. ValueError for what is none."""
+    timeout_s = env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s
+    if not _positive(timeout_s) or timeout_s > env.MOST_SECONDS:
+        raise ValueError(
+            f"timeout_s={timeout_s!r} must be a positive number of seconds, at most {env.MOST_SECONDS:.0e}"
+        )
+    return float(timeout_s)
+
+
 def parse(
     *,
     hidden_dim: Any,
@@ -275,11 +285,7 @@ def parse(
         raise ValueError(f"overflow={overflow!r} must be one of {OVERFLOW_POLICIES}")
     if capacity_factor is not None and not _positive(capacity_factor):
         raise ValueError(f"capacity_factor={capacity_factor!r} must be a positive number, or None for the worst case")
-    timeout_s = env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s
-    if not _positive(timeout_s) or timeout_s > env.MOST_SECONDS:
-        raise ValueError(
-            f"timeout_s={timeout_s!r} must be a positive number of seconds, at most {env.MOST_SECONDS:.0e}"
-        )
+    timeout_s = seconds(timeout_s)
     executor, device = machine(executor)
     if arena_mib and executor == nvshmem.EXECUTOR:
         raise ValueError(f"arena_mib={arena_mib}: NVSHMEM's heap, of {executor!r}, has no arena; give 0 or None")
@@ -310,7 +316,7 @@ def parse(
         origin,
         None if capacity_factor is None else float(capacity_factor),
         overflow,
-        float(timeout_s),
+        timeout_s,
         executor,
         device,
         table,

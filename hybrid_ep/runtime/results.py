@@ -18,7 +18,12 @@ from hybrid_ep.runtime.tensors import code_of
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Whose new_empty reads one argument, where torch.empty reads five, which costs it twice as much again."""
-    return torch.empty(0, dtype=dtype, device=device)
+    made = torch.empty(0, dtype=dtype, device=device)
+    if type(made) is not torch.Tensor:  # it would be there for every later call of the process
+        raise ValueError(
+            f"results are memory, and torch makes a {type(made).__name__} now: call outside of such a mode"
+        )
+    return made
 
 
 _SMALLEST = 1 << 20  # bytes; below, malloc keeps what it has

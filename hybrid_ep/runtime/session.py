@@ -98,6 +98,7 @@ class Session(Metered):
         self.topology, self.meet, self.options = topology, meet, options
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._began: Any = None
+        self._closing: tuple[str, bool] | None = None  # what close() was told while a call was under way
         self.why_closed: str | None = None
         self._generation = 0
         # Whether kernels run beside the host, as on a GPU: then it waits for whatever it looks at, a choice of topk_idx
@@ -164,12 +165,15 @@ class Session(Metered):
         validation.leave(outer)
         if error is None:
             self._lock.release()
+            if self._closing is not None:
+                self._close_when_free()
             return
         try:
             if self._is_out_of_step(error, progress):
-                self.close(f"this buffer failed earlier: {_reason(error)}; make a new HybridEPBuffer")
+                self._close(f"this buffer failed earlier: {_reason(error)}; make a new HybridEPBuffer")
         finally:
             self._lock.release()
+            self._close_when_free()
 
     def require_own_process(self) -> None:
         """BufferFailedError in a forked child: the registered memory and its flags are in use by the parent."""
@@ -203,8 +207,9 @@ class Session(Metered):
 
     def close(self, why: str = "this buffer was destroyed; make a new HybridEPBuffer", together: bool = False) -> None:
         """Gives the registered memory back. Local; peers keep what they mapped. Memory that only all ranks can give
-        back (NVSHMEM's heap) goes at once when all do it together, else when they next meet. In a forked child: nothing
-        is given back, for nothing of it is the child's."""
+        back (NVSHMEM's heap) goes at once when all do it together, else when they next meet. While a call is under way,
+        in another thread, it is that call's end that does it. In a forked child: nothing is given back, for nothing of
+        it is the child's."""
         if os.getpid() != self._pid:
             self.why_closed = self.why_closed or why
             for kept in (self.engine, self._device_arena):
@@ -212,6 +217,18 @@ class Session(Metered):
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a destructor would call into the device
             self.engine = self._device_arena = None
             return
+        self._closing = why, together
+        self._close_when_free()
+
+    def _close_when_free(self) -> None:
+        while self._closing is not None and self._lock.acquire(False):
+            try:
+                (why, together), self._closing = self._closing, None
+                self._close(why, together)
+            finally:
+                self._lock.release()
+
+    def _close(self, why: str, together: bool = False) -> None:
         if first := self.why_closed is None:
             self.why_closed = why
         self.engine = self._device_arena = None
@@ -283,7 +300,7 @@ class Session(Metered):
                 o.less_memory(shape.arena_bytes),
             )
         except BaseException as error:
-            self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
+            self._close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
             raise
         if self.options.device.type == "cuda" and shape.arena_bytes:
             self._device_arena = DeviceArena(self.engine, shape.arena_bytes, self.options.device)

@@ -94,9 +94,12 @@ def padded_row_bytes(x: torch.Tensor) -> int:
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
     """The rows of x as bytes, each padded with zeros to a multiple of 16: uint8 [rows, padded bytes]."""
-    x = aligned(x)
     # By way of one dimension: with one column, or no row, a contiguous tensor may have any strides, and view() minds.
-    as_bytes = x.reshape(-1).view(torch.uint8).reshape(x.shape[0], row_bytes(x))
+    # One with one element may have any even then.
+    flat = aligned(x).reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    as_bytes = flat.view(torch.uint8).reshape(x.shape[0], row_bytes(x))
     if as_bytes.shape[1] == padded_row_bytes(x):
         return as_bytes
     out = torch.zeros(x.shape[0], padded_row_bytes(x), dtype=torch.uint8, device=x.device)

@@ -71,8 +71,8 @@ def integer(name: str, value: Any, least: int, remedy: str = "", most: int | Non
 
 def hidden_dim(value: Any) -> int:
     """Elements of a row, of which the dtype is not known yet: an even number, for rows are multiples of 16 bytes and
-    elements have 8 at most."""
-    number = integer("hidden_dim", value, 1, most=MOST)
+    elements have 8 at most, and one whose row has less than 4 GiB in any."""
+    number = integer("hidden_dim", value, 1, most=(1 << 29) - 2)
     if number % 2:
         raise ValueError(
             f"hidden_dim={number} must be even, and a multiple of 8 for bfloat16 and float16, of 4 for "

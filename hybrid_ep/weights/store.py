@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_ep import env
 from hybrid_ep.errors import BufferFailedError, DeadlineError, HybridEPError
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree, open_segments
+from hybrid_ep.runtime.options import seconds
 from hybrid_ep.weights import layout as places
 from hybrid_ep.weights import machine
 
@@ -64,9 +64,13 @@ class ExpertStore:
     ) -> None:
         view = GroupView.of(group)
         self.rank, self.layout = view.rank, layout
-        self.timeout_s = float(env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s)
-        if not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"timeout_s={timeout_s} must be seconds above 0")
+        try:
+            if not isinstance(layout, places.WeightLayout):
+                raise ValueError(f"layout={layout!r} must be a hybrid_ep.weights.WeightLayout")
+            self.timeout_s = seconds(timeout_s)
+        except Exception as error:  # the others hear of it, and count this set-up as this rank does
+            Rendezvous(view, 0.0).refuse("layout", error)
+            raise
         self._meet = meet = Rendezvous(view, self.timeout_s)
         try:
             if layout.num_ranks != view.size:
@@ -74,7 +78,7 @@ class ExpertStore:
                     f"layout.num_ranks={layout.num_ranks} must be the {view.size} ranks of group {view.name!r}"
                 )
             executor, self.memory = machine.choose(executor, view)
-        except ValueError as error:
+        except Exception as error:
             meet.refuse("layout", error)
             raise
         agree(meet.exchange("layout", {"layout": repr(layout), "executor": executor}), "ExpertStore")

@@ -37,7 +37,10 @@ def test_numbers_beyond_all_use_are_refused_by_name(changed, named):
     assert len(buffer.dispatch_with_permute(**call())[0]) == 2, "the buffer stays usable"
 
 
-@pytest.mark.parametrize("given", [{"hidden_dim": 2**31}, {"num_local_experts": 2**33}, {"capacity_factor": 10**400}])
+@pytest.mark.parametrize(
+    "given",
+    [{"hidden_dim": 2**31 - 2}, {"hidden_dim": 2**31}, {"num_local_experts": 2**33}, {"capacity_factor": 10**400}],
+)
 def test_constructors_refuse_them_likewise(given):
     options = {"hidden_dim": H, "max_tokens": 8, "num_local_experts": 4, **given}
     with pytest.raises(ValueError, match=next(iter(given))):

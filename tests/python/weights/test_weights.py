@@ -209,6 +209,26 @@ def test_each_of_the_waits_is_needed(ignored):
     assert all(all(ranks) for ranks in found) is (ignored is None), (ignored, found)
 
 
+def test_a_refused_store_is_refused_on_all_ranks_and_the_next_one_is_made():
+    """Whatever a rank gives that it cannot begin with: the group stays in step."""
+    layout = WeightLayout(2, 2, 1, SHAPES, torch.float32, 1)
+
+    def run(rank, group):
+        said = []
+        for given in ({"timeout_s": -1}, {"timeout_s": "a"}, {"layout": None}, {}):
+            wanted = {"layout": layout, "timeout_s": 10, **(given if rank == 1 else {})}
+            try:
+                ExpertStore(group, **wanted).close()
+                said.append("made")
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    for said in VirtualWorld(1, 2).run(run):
+        *refused, last = said
+        assert last == "made" and all(name in text for name, text in zip(("-1", "'a'", "layout"), refused, strict=True))
+
+
 def test_an_owner_that_does_not_publish_is_named_and_the_store_refused():
     layout = WeightLayout(4, 2, 1, SHAPES, torch.float32, 2)
 
