@@ -215,8 +215,8 @@ def test_a_refused_store_is_refused_on_all_ranks_and_the_next_one_is_made():
 
     def run(rank, group):
         said = []
-        for given in ({"timeout_s": -1}, {"timeout_s": "a"}, {"layout": None}, {}):
-            wanted = {"layout": layout, "timeout_s": 10, **(given if rank == 1 else {})}
+        for changed in ({"timeout_s": -1}, {"timeout_s": "a"}, {"layout": None}, {}):
+            wanted = {"layout": layout, "timeout_s": 10, **(changed if rank == 1 else {})}
             try:
                 ExpertStore(group, **wanted).close()
                 said.append("made")
