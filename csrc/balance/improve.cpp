@@ -77,6 +77,8 @@ std::vector<int32_t> Placer::renamed(const int32_t* fresh) const {
   return slots;
 }
 
+int64_t Placer::top() const { return *std::max_element(load_.begin(), load_.end()); }
+
 int64_t Placer::fetched_in_all() const {
   int64_t n = 0;
   for (int i = 0; i < shape_.num_slots; ++i) n += !had_[size_t(rank_of(i)) * shape_.num_experts + slots_[i]];
@@ -225,15 +227,20 @@ Placer::Move Placer::way_back(int slot) {
 }
 
 // Greedy steps until all ranks are at the limit, nothing helps, the budget is spent or no more than `left` may be
-// fetched; what was.
-int64_t Placer::lower(int64_t left) {
-  int64_t spent = 0;
+// fetched; what was. lowest: where the fullest rank has least on the way, which need not be its end, for a step is
+// chosen by all that stands above the limit.
+int64_t Placer::lower(int64_t left, State* lowest) {
+  int64_t spent = 0, least = top();
   for (;;) {
     if (steps_ > budget_) return spent;
     const Move move = best_move(left - spent + 1);
     if (move.slot < 0) return spent;
     apply(move);
     spent += move.fetched;
+    if (lowest && top() < least) {
+      least = top();
+      *lowest = {slots_, count_, share_, load_, has_};
+    }
   }
 }
 
@@ -306,7 +313,6 @@ void Placer::polish(const Marks& m, int num_nodes) {
 void Placer::improve(const int64_t* load, const int32_t* fresh, int64_t target_ppm, int64_t max_moves,
                      int32_t* phy2log) {
   std::copy(load, load + shape_.num_experts, weight_.begin());
-  const auto top = [&] { return *std::max_element(load_.begin(), load_.end()); };
   adopt(fresh);
   const int64_t reachable = top();
   adopt(phy2log);
@@ -324,11 +330,11 @@ void Placer::improve(const int64_t* load, const int32_t* fresh, int64_t target_p
   };
   steps_ = 0;
   budget_ = kSteps;
-  const int64_t spent = lower(max_moves);
+  State stuck{slots_, count_, share_, load_, has_};
+  const int64_t spent = lower(max_moves, &stuck);
   if (top() <= limit_) {
     take_back(spent);
   } else {
-    const State stuck{slots_, count_, share_, load_, has_};
     adopt(renamed(fresh).data());
     steps_ = 0;
     if (take_back(fetched_in_all()) > max_moves) {

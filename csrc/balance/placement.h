@@ -99,7 +99,8 @@ class Placer {
   Move best_move_from(const std::vector<int>& givers, int64_t below);
   int fetched(int rank, int out, int in) const;
   Move way_back(int slot);
-  int64_t lower(int64_t left);
+  int64_t lower(int64_t left, State* lowest = nullptr);
+  int64_t top() const;  // of the fullest rank
   void polish(const Marks& m, int num_nodes);
   int64_t reconsider(int64_t spent);
   std::vector<int32_t> renamed(const int32_t* fresh) const;

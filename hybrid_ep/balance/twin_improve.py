@@ -50,11 +50,10 @@ class Steps:
         if before <= self.limit:
             return list(current)
         self.steps, self.budget = 0, STEPS
-        spent = self._lower(max_moves)
+        spent, stuck = self._lower(max_moves)
         if not self._excess():
             self._take_back(spent)
         else:
-            stuck = list(self.count), self.ranks
             self._adopt(self._renamed(fresh))
             self.steps = 0
             fetched = sum(e not in first for mine, first in zip(self.ranks, self.first, strict=True) for e in mine)
@@ -107,10 +106,12 @@ class Steps:
         """Experts fetched more when `new` takes the place of `out` on a rank: -1 to 1."""
         return (out in self.first[rank]) - (new in self.first[rank])
 
-    def _lower(self, left: int) -> int:
+    def _lower(self, left: int) -> tuple[int, tuple[list[int], list[list[int]]]]:
         """Greedy steps until all ranks are at the limit, nothing helps or no more than `left` may be fetched. The most
-        gain per expert fetched first; any gain for none beats all. Returns what was fetched."""
-        spent = 0
+        gain per expert fetched first; any gain for none beats all. Returns what was fetched, and (count, ranks) where
+        the fullest rank has least on the way."""
+        spent, lowest = 0, self._standing()
+        least = self._fullest(range(self.num_ranks))
         while self.steps <= self.budget:
             above = sorted(range(self.num_ranks), key=lambda r: (-self.load(r), r))
             above = [r for r in above if self.load(r) > self.limit]
@@ -118,10 +119,15 @@ class Steps:
             if best[2] is None and above[FULLEST:]:
                 best = self._best_move(above, left - spent)
             if best[2] is None:
-                return spent
+                break
             self._apply(best[2])
             spent += best[1]
-        return spent
+            if (fullest := self._fullest(range(self.num_ranks))) < least:
+                least, lowest = fullest, self._standing()
+        return spent, lowest
+
+    def _standing(self) -> tuple[list[int], list[list[int]]]:
+        return list(self.count), [list(mine) for mine in self.ranks]
 
     def _best_move(self, givers: Sequence[int], left: int) -> tuple[int, int, Move | None]:
         best: tuple[int, int, Move | None] = (0, 1, None)
@@ -140,9 +146,9 @@ class Steps:
                     continue
                 if (back := self._way_back(a, i)) is None:
                     continue
-                before = list(self.count), [list(mine) for mine in self.ranks]
+                before = self._standing()
                 self._apply(back[2])
-                then = spent + back[1] + self._lower(-1 - back[1])
+                then = spent + back[1] + self._lower(-1 - back[1])[0]
                 if then < spent and not self._excess():
                     spent = then
                 else:

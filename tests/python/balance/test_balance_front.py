@@ -113,3 +113,18 @@ def test_a_fresh_plan_is_near_what_no_even_split_beats(experts, slots, ranks):
         whole = fixed_point.integers(share)
         floor = [max(1, bounds.slots(w, slots) * ranks / w.sum()) - 1 for w in whole]
         assert (balance.plan_placement(share, slots, ranks).imbalance() <= np.add(floor, 0.06)).all()
+
+
+def test_a_limit_of_moves_takes_the_lowest_that_stood_on_the_way():
+    """A step lowers what stands above the limit on all ranks together, and may lift the fullest."""
+    rng = np.random.default_rng(5)
+    load = rng.random((1, 32)) * 1000
+    current = balance.plan_placement(rng.random((1, 32)), 40, 8).phy2log
+    left = []
+    for most in range(6):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = balance.plan_placement(load, 40, 8, current=current, target=0.0, max_moves=most)
+        assert plan.moved[0] <= most
+        left.append(plan.imbalance()[0])
+    assert left == sorted(left, reverse=True) and left[-1] < left[0]
