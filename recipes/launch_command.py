@@ -8,13 +8,9 @@ the same where nothing is installed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep import local_ranks
 from hybrid_ep.cli import UsageError, names
 from hybrid_ep.cli.parser import Parser, warn_renamed
 from hybrid_ep.cli.progress import track
@@ -33,11 +28,10 @@ from .__main__ import list_recipes
 from .cluster import ClusterRun
 from .config import RunConfig
 from .hardware import HARDWARE
+from .launch_run import program_of, run_script
 from .run_folder import RunFolder, new_folder
-from .verdict import EXIT_NOT_LEARNED, failed
 
 SUMMARY = "train a recipe here or on Slurm"
-_STOP_S = {signal.SIGINT: 60.0, signal.SIGTERM: 900.0}  # for a step and its checkpoint: on CPUs, on GPUs
 _OF_A_NEW_RUN = (
     "recipe",
     "nodes",
@@ -273,114 +267,17 @@ def _start(plan: _Plan, args: argparse.Namespace, name: str) -> int:
     if args.slurm:
         (path / "logs").mkdir()
     if args.no_submit:
-        print(f"{script}: written; start it with: {_program(script)} {shlex.quote(str(script))}")
+        print(f"{script}: written; start it with: {program_of(script)} {shlex.quote(str(script))}")
         return 0
-    return _run_script(script)
-
-
-def _program(script: Path) -> str:
-    return "sbatch" if script.name == "job.sbatch" else "bash"
+    return run_script(script)
 
 
 def _resume(args: argparse.Namespace) -> int:
     path = RunFolder.path_of(args.runs_dir, args.resume)
     for script in (path / "job.sbatch", path / "job.sh"):
         if script.is_file():
-            return _run_script(script)
+            return run_script(script)
     raise ValueError(f"resume={args.resume!r}: no job.sbatch or job.sh in {path}; name a run that launch has started")
-
-
-def _run_script(script: Path) -> int:
-    """Exit code of sbatch, or of the run itself; of one that trained to the end and did not learn, EXIT_NOT_LEARNED."""
-    program = _program(script)
-    print(
-        f"{script}: " + (f"submitting; logs in {script.parent / 'logs'}" if program == "sbatch" else "starting"),
-        flush=True,
-    )
-    try:
-        # A session of its own: Ctrl-C comes here alone, and this decides what it means.
-        started = subprocess.Popen([program, str(script)], start_new_session=True, preexec_fn=_die_with_parent)
-    except FileNotFoundError as error:
-        message = f"{error.filename} is not on PATH; the script is {script}, start it where there is one"
-        raise ValueError(message) from None
-    try:
-        code = started.wait()
-        if code or program == "sbatch":  # which has submitted the run: a verdict there is of an earlier one
-            return code
-        said = script.parent / "verdict.txt"
-        return EXIT_NOT_LEARNED if said.is_file() and failed(said.read_text()) else code
-    except KeyboardInterrupt:
-        try:
-            if program != "sbatch" and _listen(started.pid):
-                print(
-                    "hybrid-ep launch: stopping, after its step if it is in one; Ctrl-C once more ends it at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                _stop(started, _stop_signal(script.parent))
-        finally:
-            # Ranks first, each in a session of its own: without torchrun nobody would end them.
-            for pid in (*_children(started.pid), started.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-            started.wait()
-        raise
-
-
-def _stop_signal(folder: Path) -> signal.Signals:
-    """What a rank finishes its step for: Megatron's exit_signal_handler knows SIGTERM; ranks of CPU recipes, whose run
-    has a config.yaml, end as if all was done after SIGINT."""
-    return signal.SIGINT if (folder / "config.yaml").is_file() else signal.SIGTERM
-
-
-def _stop(started: subprocess.Popen[bytes], how: signal.Signals) -> None:
-    """Asks the ranks to finish their step; returns when all has ended, or will not. torchrun is not asked: it would
-    give them less time, and print a traceback."""
-    told: set[int] = set()
-    deadline = time.monotonic() + _STOP_S[how]
-    while started.poll() is None and time.monotonic() < deadline:
-        for pid in _children(started.pid) - told:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, how)
-            told.add(pid)
-        time.sleep(0.1)
-
-
-def _listen(parent: int) -> bool:
-    """Whether there are ranks and all of them have a handler for what asks them to stop. Before that a signal would end
-    them in the middle of an import, and torchrun would report that on two screens. They may yet have no step to finish:
-    ranks of CPU recipes have the handler early, and end at once until they train."""
-    ranks = [pid for pid in _children(parent) if _is_rank(pid)]
-    return bool(ranks) and all(_catches(pid, signal.SIGTERM) for pid in ranks)
-
-
-def _is_rank(pid: int) -> bool:
-    """By the variables that torchrun gives its ranks: other children of its, a resource tracker say, lack them."""
-    with contextlib.suppress(OSError):
-        return b"\0RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    return False
-
-
-def _catches(pid: int, number: signal.Signals) -> bool:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
-
-
-def _children(parent: int) -> set[int]:
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended since
-            if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == parent:  # names need not be text
-                found.add(int(stat.parent.name))
-    return found
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: it ends with this process, whatever ends that."""
-    local_ranks.die_with_parent(signal.SIGTERM)
 
 
 def main(argv: Sequence[str]) -> int:

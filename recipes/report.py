@@ -3,9 +3,12 @@ where installed, both on this machine alone unless told otherwise."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from . import metrics
@@ -157,9 +160,18 @@ class Reporter:
 
 def say(text: str) -> None:
     """To stdout. Whoever reads it may be gone, as `tee` after Ctrl-C: that is no reason for a run to lose its step."""
-    try:
+    with _reader_may_go():
         print(text, flush=True)
-    except BrokenPipeError:
+
+
+@contextlib.contextmanager
+def _reader_may_go() -> Iterator[None]:
+    """From then on nothing is printed: a pipe that nobody reads, a terminal that has been closed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -206,13 +218,16 @@ class _Bar:
         """Moves to `step` and shows its metrics."""
         from rich import console, text
 
-        self._progress.update(self._task, completed=step)
-        self._live.update(console.Group(self._progress, text.Text(summary)))
+        with _reader_may_go():
+            self._progress.update(self._task, completed=step)
+            self._live.update(console.Group(self._progress, text.Text(summary)))
 
     def print(self, text: str) -> None:
         """A line above the bar."""
-        self._live.console.print(text, highlight=False, markup=False)
+        with _reader_may_go():
+            self._live.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         """Leaves the last state on the screen and restores the cursor."""
-        self._live.stop()
+        with _reader_may_go():
+            self._live.stop()

@@ -6,13 +6,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from recipes import CLUSTER_RECIPES, RECIPES, rank, sbatch
-from recipes.launch_command import _run_script, main
+from recipes.launch_command import main
+from recipes.launch_run import run_script
 from recipes.run_folder import RunFolder
 
 SMALL = "qwen3_30b_a3b_proxy"
@@ -362,75 +362,11 @@ def test_ranks_on_cpus_must_share_a_machine(tmp_path):
         rank.check_one_machine(store, "k", 3)
 
 
-STUB = """
-import os, pathlib, signal, sys, time
-here = pathlib.Path(sys.argv[1])
-stopped = []
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that somebody else's handler serves
-if sys.argv[2] != "early":  # which is still importing
-    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-(here / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
-while not stopped or sys.argv[2] == "deaf":
-    time.sleep(0.05)
-(here / f"saved{os.environ['RANK']}").touch()
-"""
-
-
-def _megatron_like_run(tmp_path, how):
-    """A run of two stubs in Megatron's place, up to the moment when both are there: (launcher, their pids)."""
-    (tmp_path / "stub.py").write_text(STUB)
-    script = tmp_path / "job.sh"
-    script.write_text(
-        f"exec {sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 "
-        f"{tmp_path / 'stub.py'} {tmp_path} {how}\n"
-    )
-    program = (
-        f"from pathlib import Path; from recipes import launch_command; launch_command._run_script(Path('{script}'))"
-    )
-    started = subprocess.Popen(
-        [sys.executable, "-c", f"import sys\ntry:\n    {program}\nexcept KeyboardInterrupt:\n    sys.exit(130)"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    files, deadline = [tmp_path / f"pid{r}" for r in range(2)], time.monotonic() + 120
-    while not all(f.exists() and f.read_text() for f in files):
-        assert started.poll() is None and time.monotonic() < deadline, started.communicate()[0]
-        time.sleep(0.1)
-    return started, [int(f.read_text()) for f in files]
-
-
-def test_ctrl_c_asks_megatron_s_ranks_as_megatron_is_asked(tmp_path):
-    started, _ = _megatron_like_run(tmp_path, "listens")
-    started.send_signal(signal.SIGINT)
-    said, _ = started.communicate(timeout=60)
-    assert started.returncode == 130 and "Traceback" not in said and "stopping, after its step" in said
-    assert all((tmp_path / f"saved{r}").exists() for r in range(2))
-
-
-def test_a_second_ctrl_c_leaves_no_rank_of_megatron_s(tmp_path):
-    started, ranks = _megatron_like_run(tmp_path, "deaf")
-    started.send_signal(signal.SIGINT)
-    time.sleep(1)
-    assert started.poll() is None
-    started.send_signal(signal.SIGINT)
-    started.communicate(timeout=60)
-    deadline = time.monotonic() + 20
-    while left := [pid for pid in ranks if _runs(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-
-
-def test_ctrl_c_before_ranks_listen_ends_all_at_once_and_quietly(tmp_path):
-    """A rank that a signal ends would make torchrun report a failure, with a traceback."""
-    started, ranks = _megatron_like_run(tmp_path, "early")
-    started.send_signal(signal.SIGINT)
-    said, _ = started.communicate(timeout=60)
-    assert started.returncode == 130 and "Traceback" not in said and "stopping, after its step" not in said
-    assert not any(_runs(pid) for pid in ranks)
-
-
 def test_a_run_whose_reader_is_gone_goes_on(tmp_path):
-    """As with `launch | tee log` after Ctrl-C, which ends tee at once."""
-    program = f"from recipes.report import say\nsay('a')\nsay('b')\nopen({str(tmp_path / 'done')!r}, 'w')"
+    """As with `launch | tee log` after Ctrl-C, which ends tee at once, or when a terminal is closed."""
+    terminal = "master, terminal = os.openpty()\nos.dup2(terminal, 1)\nos.close(terminal)\nos.close(master)\nsay('c')"
+    program = "import os\nfrom recipes.report import say\nsay('a')\nsay('b')\n"
+    program += f"{terminal}\nopen({str(tmp_path / 'done')!r}, 'w')"
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -451,7 +387,7 @@ def test_a_run_that_did_not_learn_ends_with_3_as_from_pretrain(name, ends, said,
     script.write_text(f"exit {ends}\n")
     if said:
         (tmp_path / "verdict.txt").write_text(said + "\n")
-    assert _run_script(script) == code
+    assert run_script(script) == code
 
 
 def test_a_finished_run_that_did_not_learn_says_so_again(tmp_path, capfd):
@@ -466,29 +402,3 @@ def test_a_finished_run_that_did_not_learn_says_so_again(tmp_path, capfd):
     said = capfd.readouterr()
     assert "its 6 steps are done\nNOT LEARNED: no\n" in said.out, said.err
     assert (tmp_path / "n" / "verdict.txt").read_text() == "NOT LEARNED: no\n"
-
-
-def _runs(pid: int) -> bool:
-    """And is no zombie that nobody has waited for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-    except OSError:
-        return False
-
-
-def test_ctrl_c_lets_a_local_run_finish_its_step(tmp_path):
-    """Of the launcher alone, as from a terminal: a checkpoint, no traceback of anybody, and nothing that runs on."""
-    command = [sys.executable, "-m", "recipes.launch_command", "tiny_cpu_smoke", "--name", "n"]
-    command += ["--runs-dir", str(tmp_path), "--set", "schedule.train_steps=4000"]
-    started = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    metrics, deadline = tmp_path / "n" / "metrics.jsonl", time.monotonic() + 240
-    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        assert started.poll() is None and time.monotonic() < deadline, started.communicate()[0]
-        time.sleep(0.2)
-    started.send_signal(signal.SIGINT)
-    said, _ = started.communicate(timeout=120)  # until the last who has its stdout is gone
-    assert started.returncode == 130 and "Traceback" not in said and "stopped after step" in said
-    assert not (tmp_path / "n" / "verdict.txt").exists()
-    assert (tmp_path / "n" / "checkpoint" / "latest").exists()
