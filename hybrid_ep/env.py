@@ -149,8 +149,13 @@ TABLE = {
 
 def get(name: str) -> Any:
     """The variable's value, or its default when it is unset or empty. ValueError names a malformed value."""
+    return parse(name, os.environ.get(name, ""))
+
+
+def parse(name: str, text: str) -> Any:
+    """What `get` returns where the variable has this text; for variables of a job that starts elsewhere."""
     variable = TABLE[name]
-    text = os.environ.get(name, "").strip()
+    text = text.strip()
     if not text:
         return variable.default
     try:

@@ -18,12 +18,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep import env
 from hybrid_ep.cli import UsageError, names
 from hybrid_ep.cli.parser import Parser, warn_renamed
 from hybrid_ep.cli.progress import track
 from hybrid_ep.hardware import clusters
 
-from . import CLUSTER_RECIPES, RECIPES, cluster_summary, get_recipe, launch_checks, launch_slurm, safe_yaml, sbatch
+from . import (
+    CLUSTER_RECIPES,
+    RECIPES,
+    cluster_summary,
+    get_recipe,
+    launch_checks,
+    launch_slurm,
+    safe_yaml,
+    sbatch,
+    text_files,
+)
 from .__main__ import list_recipes
 from .cluster import ClusterRun
 from .config import RunConfig
@@ -209,6 +220,12 @@ def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) ->
         )
     else:
         script = sbatch.local_script(str(Path.cwd()), _torchrun(tasks, module))
+    try:
+        text_files.read(config.data)
+    except ValueError as error:
+        if not (args.slurm or args.dry_run or args.no_submit):
+            raise
+        print(f"missing here: {error}", file=sys.stderr)  # the nodes, or another day, may have it
     return _Plan(script, nodes, config)
 
 
@@ -258,6 +275,8 @@ def _start(plan: _Plan, args: argparse.Namespace, name: str) -> int:
     if args.dry_run:
         print(plan.script, end="")
         return 0
+    if not args.no_submit:
+        env.check()  # the job has this environment too
     if plan.config is not None:
         path = RunFolder.create(plan.config, name).path
     else:
@@ -276,6 +295,9 @@ def _resume(args: argparse.Namespace) -> int:
     path = RunFolder.path_of(args.runs_dir, args.resume)
     for script in (path / "job.sbatch", path / "job.sh"):
         if script.is_file():
+            env.check()
+            if script.name == "job.sh" and (path / "config.yaml").is_file():
+                text_files.read(RunFolder(path).read_config().data)
             return run_script(script)
     raise ValueError(f"resume={args.resume!r}: no job.sbatch or job.sh in {path}; name a run that launch has started")
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hybrid_ep import env
+
 from . import sbatch
 from .cluster import ClusterRun
 
@@ -146,6 +148,8 @@ def _variables(pairs: list[str] | None) -> dict[str, str]:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--env {pair!r}: write NAME=VALUE")
+        if name in env.TABLE:
+            env.parse(name, value)
         found[name] = value
     return found
 

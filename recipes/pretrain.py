@@ -14,9 +14,10 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hybrid_ep import env
 from hybrid_ep.cli import names
 
-from . import RECIPES, get_recipe
+from . import RECIPES, get_recipe, text_files
 from .__main__ import list_recipes
 from .config import BALANCE_MODES, CLONE_REACHES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
 from .run_folder import RunFolder
@@ -223,6 +224,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         config, folder = make_config(args)
+        env.check()  # before there is a folder, as the text
+        text_files.read(config.data)
         folder = folder or RunFolder.create(config, args.name)
         with folder.lock():
             if args.resume:

@@ -1,8 +1,8 @@
 """`python -m recipes.rank RUN_FOLDER`: one rank of a run that srun or torchrun started, one process a rank.
 
 Who and how many: RANK and WORLD_SIZE, else SLURM_PROCID and SLURM_NTASKS; where to meet: MASTER_ADDR and MASTER_PORT.
-The run starts from config.yaml of the folder, or from the checkpoint there. SIGTERM, and SIGINT once it trains, ends it
-after the step it is in, with a checkpoint; SIGINT before that ends it at once. Exit code: 0 done, or stopped by SIGINT
+The run starts from config.yaml of the folder, or from the checkpoint there. Once it trains, SIGTERM and SIGINT end it
+after the step it is in, with a checkpoint; before that they end it at once. Exit code: 0 done, or stopped by SIGINT
 (of anything else torchrun makes a report of two screens), 1 this rank failed (its error is on stderr), 2 bad usage, 143
 stopped by SIGTERM.
 """
@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 128 + signal.SIGTERM
 _DECIDED = "recipes/start"
+_POLL_S = 0.1
+
+
+class _Terminated(BaseException):
+    """SIGTERM before there is a step to finish."""
 
 
 def whoami() -> tuple[int, int]:
@@ -69,14 +75,24 @@ def part(store: Any, key: str, rank: int, num_ranks: int) -> None:
         store.wait([f"{key}/{other}" for other in range(num_ranks)])
 
 
-def check_one_machine(store: Any, key: str, rank: int) -> None:
+def await_key(store: Any, key: str, timeout_s: float) -> bytes:
+    """What rank 0 sets. Not by the store's own wait, in whose C++ no signal is heard."""
+    deadline = time.monotonic() + timeout_s
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 has not set {key} within {timeout_s:g} s: see what it says, or where it is")
+        time.sleep(_POLL_S)
+    return store.get(key)
+
+
+def check_one_machine(store: Any, key: str, rank: int, timeout_s: float) -> None:
     """ValueError on a rank that shares no memory and no loopback with rank 0, as ranks on CPUs must."""
     from hybrid_ep.runtime import devices
 
     machine, name = devices.machine(), socket.gethostname()
     if rank == 0:
         store.set(key, f"{machine} {name}")
-    first, first_name = store.get(key).decode().split()
+    first, first_name = await_key(store, key, timeout_s).decode().split()
     if machine != first:
         raise ValueError(
             f"nodes: rank {rank} is on {name}, rank 0 on {first_name}: ranks on CPUs meet in shared "
@@ -99,14 +115,14 @@ def run(folder: RunFolder, asked: list[int]) -> int:
     # A restarted job gets a new store at the same port, so the key must belong to this start alone.
     store = meet(rank, num_ranks, config.runtime.timeout_s)
     decided = f"{_DECIDED}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    check_one_machine(store, f"{decided}/machine", rank)
+    check_one_machine(store, f"{decided}/machine", rank, config.runtime.timeout_s)
     with folder.lock() if rank == 0 else nullcontext():
         if rank == 0:
             corpus = text_data.build_corpus(config.data)  # first, alone: it fills the cache for the others
             step = checkpoint.latest_step(folder.checkpoint_dir) or 0
             folder.rewind_metrics(step) if step else folder.metrics_path.unlink(missing_ok=True)
             store.set(decided, str(step))
-        step = int(store.get(decided))
+        step = int(await_key(store, decided, config.runtime.timeout_s))
         if step >= config.schedule.train_steps:
             part(store, f"{decided}/read", rank, num_ranks)
             if rank == 0:
@@ -129,7 +145,8 @@ def run(folder: RunFolder, asked: list[int]) -> int:
         try:
             trainer.join_process_groups(config, rank, store)
             job = trainer.Trainer(config, corpus, folder.checkpoint_dir, step > 0, emit, lambda: bool(asked))
-            signal.signal(signal.SIGINT, lambda number, _frame: asked.append(number))  # there is a step to finish now
+            for number in (signal.SIGINT, signal.SIGTERM):  # there is a step to finish now
+                signal.signal(number, lambda number, _frame: asked.append(number))
             outcome = job.train()
             trainer.leave_process_groups(config)
         finally:
@@ -162,12 +179,14 @@ def main(argv: Sequence[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun that is killed tells its ranks nothing
         local_ranks.die_with_parent(signal.SIGKILL)
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         path = Path(argv[0])
         return run(RunFolder.open(str(path.parent), path.name), asked)
     except KeyboardInterrupt:  # it was asked for; without destructors, as below
         os._exit(0)
+    except _Terminated:
+        os._exit(EXIT_STOPPED)
     except BaseException as error:
         if isinstance(error, ValueError):
             print(f"error: {error}", file=sys.stderr)
@@ -176,6 +195,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"rank {who} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(EXIT_FAILED)
+
+
+def _terminate(_number: int, _frame: Any) -> None:
+    raise _Terminated
 
 
 def _leave(code: int) -> NoReturn:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes import get_recipe, text_data
+from recipes import get_recipe, text_data, text_files
 from recipes.config import DataConfig
 
 pytestmark = [
@@ -37,15 +37,15 @@ def data(texts, tmp_path):
 
 
 def test_files_are_ordered_by_path_and_split_by_path(texts):
-    names = [name for name, _ in text_data.list_files(str(texts))]
+    names = [name for name, _ in text_files.list_files(str(texts))]
     assert names == sorted(names) and len(names) == 61 and "ignored.bin" not in names
-    held_out = [name for name in names if text_data.is_held_out(name, 5)]
+    held_out = [name for name in names if text_files.is_held_out(name, 5)]
     assert 0 < len(held_out) < 30
-    assert held_out == [name for name in names if text_data.is_held_out(name, 5)]
+    assert held_out == [name for name in names if text_files.is_held_out(name, 5)]
 
 
 def test_standard_library_has_no_tests_and_no_site_packages():
-    names = [name for name, _ in text_data.list_files("python_stdlib")]
+    names = [name for name, _ in text_files.list_files("python_stdlib")]
     assert "argparse.py" in names and "json/decoder.py" in names
     assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
 
@@ -54,9 +54,9 @@ def test_the_corpus_is_the_files(texts, data):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     corpus = text_data.build_corpus(data)
-    files = [(name, path) for name, path in text_data.list_files(str(texts)) if name != "binary.txt"]
+    files = [(name, path) for name, path in text_files.list_files(str(texts)) if name != "binary.txt"]
     for prefix, held_out in ((corpus.train_prefix, False), (corpus.held_out_prefix, True)):
-        mine = [path for name, path in files if text_data.is_held_out(name, 5) is held_out]
+        mine = [path for name, path in files if text_files.is_held_out(name, 5) is held_out]
         wanted = [path.read_bytes() + b"\0" for path in mine]
         read = IndexedDataset(prefix)
         assert [bytes(read[index]) for index in range(len(read))] == wanted
@@ -82,7 +82,7 @@ def test_entropy_of_known_distributions():
 def test_entropy_counts_the_held_out_text_only(texts, data):
     corpus = text_data.build_corpus(data)
     held_out = b"".join(
-        path.read_bytes() + b"\0" for name, path in text_data.list_files(str(texts)) if text_data.is_held_out(name, 5)
+        path.read_bytes() + b"\0" for name, path in text_files.list_files(str(texts)) if text_files.is_held_out(name, 5)
     )
     counts = np.bincount(np.frombuffer(held_out, np.uint8), minlength=256)
     assert corpus.held_out_bytes == len(held_out)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import CLUSTER_RECIPES, RECIPES, rank, sbatch
+from recipes import CLUSTER_RECIPES, RECIPES, pretrain, rank, sbatch
 from recipes.launch_command import main
 from recipes.launch_run import run_script
 from recipes.run_folder import RunFolder
@@ -91,6 +91,8 @@ def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
         ),
         (["mixtral_8x7b", "--slurm", "--dry-run", "--nics", "a b"], "nics='a b'"),
         (["mixtral_8x7b", "--slurm", "--dry-run", "--env", "A"], "--env 'A': write NAME=VALUE"),
+        (["mixtral_8x7b", "--slurm", "--dry-run", "--env", "HYBRID_EP_SEED=a"], "HYBRID_EP_SEED='a' is not a valid"),
+        ([SMALL, "--set", "data.source=/nosuch"], "data.source='/nosuch': no such folder; name one"),
         (["mixtral_8x7b", "--slurm", "--dry-run", "--sbatch", "qos=a b"], "sbatch='qos=a b'"),
         (["mixtral_8x7b", "--slurm", "--dry-run", "--module", "a;b"], "module='a;b'"),
         (["mixtral_8x7b", "--slurm", "--dry-run", "--container-mounts", "/a:/a"], "add --container IMAGE"),
@@ -119,6 +121,23 @@ def test_bad_launches_exit_2_and_leave_nothing(arguments, message, tmp_path, cap
     said = capsys.readouterr().err
     assert message in said and ("--dry-run" not in arguments or "--slurm" not in arguments or said.count("\n") == 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_ranks_would_trip_over_is_refused_before_there_is_a_folder(tmp_path, monkeypatch, capsys):
+    """A run that is started later, or elsewhere, is told of it and written all the same."""
+    where = ["--runs-dir", str(tmp_path), "--set", "data.source=/nosuch"]
+    assert main([SMALL, "--no-submit", "--name", "later", *where]) == 0
+    assert "missing here: data.source='/nosuch': no such folder" in capsys.readouterr().err
+    assert main(["--resume", "later", "--runs-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "hybrid-ep launch: data.source='/nosuch': no such folder; name one, or python_stdlib\n"
+    )
+    monkeypatch.setenv("HYBRID_EP_TIMEOUT_S", "abc")
+    for command in (main, pretrain.main):
+        assert command([SMALL, "--name", "n", "--runs-dir", str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert "environment variable HYBRID_EP_TIMEOUT_S='abc'" in said and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["later"]
 
 
 def test_every_recipe_is_listed_with_where_it_runs(capsys):
@@ -352,14 +371,17 @@ class Store(dict):
     def get(self, key):
         return self[key]
 
+    def check(self, keys):
+        return all(key in self for key in keys)
+
 
 def test_ranks_on_cpus_must_share_a_machine(tmp_path):
     store = Store()
     for number in range(3):
-        rank.check_one_machine(store, "k", number)
+        rank.check_one_machine(store, "k", number, 1)
     store.set("k", "another-boot far-away")
     with pytest.raises(ValueError, match="rank 3 is on .*, rank 0 on far-away"):
-        rank.check_one_machine(store, "k", 3)
+        rank.check_one_machine(store, "k", 3, 1)
 
 
 def test_a_run_whose_reader_is_gone_goes_on(tmp_path):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,29 @@ def test_a_rank_whose_last_words_are_lost_says_so():
         done = _leaves("print('last words')", "0", stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == rank.EXIT_FAILED
     assert done.stderr == "what this rank printed last is lost: [Errno 28] No space left on device\n"
+
+
+def test_a_rank_that_waits_for_the_text_ends_at_once_on_sigterm():
+    """As torchrun ends the others when rank 0 has failed; it gives them 30 s."""
+    program = """
+from recipes import rank
+class Store:
+    check = staticmethod(lambda keys: print("waits", flush=True))
+rank.RunFolder.open = staticmethod(lambda *_: None)
+rank.run = lambda folder, asked: rank.await_key(Store, "k", 60)
+rank.main(["runs/n"])
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as ran:
+        assert ran.stdout.readline() == "waits\n"
+        ran.terminate()
+        assert (ran.wait(10), ran.stderr.read()) == (rank.EXIT_STOPPED, "")
+
+
+def test_what_rank_0_never_sets_is_told_of():
+    with pytest.raises(TimeoutError, match="rank 0 has not set k within 0.1 s"):
+        rank.await_key(types.SimpleNamespace(check=lambda keys: False), "k", 0.1)
 
 
 def test_a_finished_run_waits_for_ranks_that_start_late(tmp_path, capfd):
