@@ -17,6 +17,30 @@ _OPTION = re.compile(rf"(--)?[a-z][a-z0-9-]*(={_ATOM.pattern})?")
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|-1|INFINITE|UNLIMITED", re.IGNORECASE)
 _PREFLIGHT_S = 900
 SIGNAL_S = 180  # from SIGTERM to the time limit: to finish a step and write a checkpoint
+_MOST_SIGNAL_S = 65535  # sbatch's
+# sbatch takes the last of two lines, so what the script sets itself is no option of the caller's: what says it instead.
+_OWN = {
+    "job-name": "give --name",
+    "nodes": "give --nodes",
+    "ntasks": "--nodes and --tasks-per-node give it",
+    "ntasks-per-node": "give --tasks-per-node, of a GPU recipe --cluster",
+    "output": "logs lie in the run's folder, which --runs-dir and --name give",
+    "partition": "give --partition",
+    "account": "give --account",
+    "time": "give --time",
+    "segment": "give --segment",
+    "signal": "give --signal-before",
+    "open-mode": "a requeued job goes on in its log",
+    "requeue": "a lost node's job is requeued; --max-starts bounds it",
+    "no-requeue": "a lost node's job is requeued; --max-starts bounds it",
+}
+_OWN_OF_GPUS = {
+    "gpus-per-node": "--cluster gives it",
+    "exclusive": "a GPU job has its hosts alone",
+    "mem": "a GPU job has all of its hosts' memory",
+    "mem-per-cpu": "a GPU job has all of its hosts' memory",
+    "mem-per-gpu": "a GPU job has all of its hosts' memory",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +77,7 @@ class Job:
     numa: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "tasks_per_node", "starts", "signal_s"):
+        for name in ("nodes", "tasks_per_node", "starts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         # Slurm reads #SBATCH lines itself, and a line break would start a line of its own.
@@ -69,6 +93,10 @@ class Job:
         for option in self.sbatch:
             if not _OPTION.fullmatch(option):
                 raise ValueError(f"sbatch={option!r}: goes into an #SBATCH line; write KEY=VALUE or KEY, no blanks")
+            key = option.removeprefix("--").partition("=")[0]
+            if remedy := {**_OWN, **(_OWN_OF_GPUS if self.gpus_per_node else {})}.get(key):
+                raise ValueError(f"--sbatch {option}: the script sets {key} itself: {remedy}")
+        self._check_signal()
         for module in self.modules:
             if not _ATOM.fullmatch(module):
                 raise ValueError(f"module={module!r}: use letters, digits and _.,:@/+-=")
@@ -85,6 +113,28 @@ class Job:
         ):
             if "\n" in word or "\0" in word:
                 raise ValueError(f"command={word!r}: holds a line break; take it out")
+
+    def _check_signal(self) -> None:
+        given = f"--signal-before {self.signal_s}"
+        if not 1 <= self.signal_s <= _MOST_SIGNAL_S:
+            raise ValueError(f"{given}: must be from 1 to {_MOST_SIGNAL_S} seconds, as sbatch takes them")
+        limit = _seconds(self.time)
+        if limit is not None and self.signal_s >= limit:
+            raise ValueError(
+                f"{given}: must be less than the {limit} s of --time {self.time}, or the job is told to stop as it "
+                f"starts; give a longer --time, or --signal-before of fewer seconds ({SIGNAL_S} if not given)"
+            )
+
+
+def _seconds(time: str) -> int | None:
+    """Of a time limit; None where there is none, as 0 means to Slurm."""
+    days, dash, rest = time.rpartition("-")
+    if not time or not re.fullmatch(r"[\d:-]+", time) or time == "-1":
+        return None
+    parts = [int(part) for part in rest.split(":")]
+    units = [3600, 60, 1] if dash or len(parts) == 3 else [60, 1]
+    seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return seconds or None
 
 
 def script(job: Job) -> str:

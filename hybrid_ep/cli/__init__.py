@@ -4,7 +4,8 @@ A subcommand is a module with `add_arguments(parser)` and `run(args, argv) -> in
 package also has SUMMARY, a string literal.
 Exit codes of every subcommand: 0 fine, 1 a wrong result, 2 bad usage or bad input, 3 a failure or a deadline that
 passed, or a file or stdout that the system does not let it read or write (a full disk); and as shells have it 130 after
-Ctrl-C, 143 and 129 of launch after SIGTERM and SIGHUP, 141 when the reader of a pipe has gone (`hybrid-ep doctor | head -1`).
+Ctrl-C (of launch also 143 after SIGTERM, 129 after SIGHUP), 141 when the reader of a pipe has gone (`hybrid-ep doctor |
+head -1`).
 """
 
 from __future__ import annotations

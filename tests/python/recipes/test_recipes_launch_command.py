@@ -16,6 +16,7 @@ from recipes.launch_run import run_script
 from recipes.run_folder import RunFolder
 
 SMALL = "qwen3_30b_a3b_proxy"
+DRY = ["mixtral_8x7b", "--slurm", "--dry-run"]
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -94,6 +95,13 @@ def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
         (["mixtral_8x7b", "--slurm", "--dry-run", "--env", "HYBRID_EP_SEED=a"], "HYBRID_EP_SEED='a' is not a valid"),
         ([SMALL, "--set", "data.source=/nosuch"], "data.source='/nosuch': no such folder; name one"),
         (["mixtral_8x7b", "--slurm", "--dry-run", "--sbatch", "qos=a b"], "sbatch='qos=a b'"),
+        ([*DRY, "--sbatch", "nodes=3"], "--sbatch nodes=3: the script sets nodes itself: give --nodes"),
+        ([*DRY, "--sbatch=--time=3"], "--sbatch --time=3: the script sets time itself: give --time"),
+        ([*DRY, "--sbatch", "mem=4G"], "--sbatch mem=4G: the script sets mem itself: a GPU job has all"),
+        ([*DRY, "--signal-before", "65536"], "--signal-before 65536: must be from 1 to 65535 seconds"),
+        ([*DRY, "--signal-before", "0"], "--signal-before 0: must be from 1"),
+        ([*DRY, "--time", "3"], "--signal-before 180: must be less than the 180 s of --time 3, or"),
+        ([*DRY, "--time", "0-1", "--signal-before", "3600"], "less than the 3600 s of --time 0-1,"),
         (["mixtral_8x7b", "--slurm", "--dry-run", "--module", "a;b"], "module='a;b'"),
         (["mixtral_8x7b", "--slurm", "--dry-run", "--container-mounts", "/a:/a"], "add --container IMAGE"),
         (["mixtral_8x7b", "--hardware", "b200_8", "--cluster", "b200_8x400g"], "the old name of --cluster"),
@@ -287,6 +295,16 @@ def test_a_site_s_own_lines_variables_and_modules(tmp_path, capsys):
     assert lines[0] == "#!/bin/bash -l"
     assert lines.index("module load cuda/13 gcc || exit 1") < lines.index("set -euo pipefail")
     assert any(line.startswith("#SBATCH --signal=TERM@600 ") for line in lines)
+
+
+def test_times_that_leave_room_for_the_signal(tmp_path, capsys):
+    """In all forms of sbatch; UNLIMITED, and what means it, always does."""
+    for time, seconds in (("4", 200), ("3:01", 180), ("0:03:01", 180), ("1-0", 65535), ("0-0:04", 239)) + tuple(
+        (unlimited, 65535) for unlimited in ("UNLIMITED", "infinite", "0")
+    ):
+        lines, _ = sbatch_lines(capsys, tmp_path, SMALL, "--time", time, "--signal-before", str(seconds))
+        assert f"#SBATCH --time={time}" in lines
+    assert "#SBATCH --mem=4G" in sbatch_lines(capsys, tmp_path, SMALL, "--sbatch", "mem=4G")[0]
 
 
 def test_data_of_a_container_is_looked_for_where_it_is_mounted_from(tmp_path, capsys):
