@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+_REMEDY = "hybrid-ep balance plan writes them"
+
 
 def save(path: str | Path, phy2log: np.ndarray, layers: tuple[int, ...], layer_updates_per_iter: int = 0) -> None:
     """phy2log integers [L, slots]. Plain flow lists, so that no YAML package is needed to write."""
@@ -24,15 +26,21 @@ def load(path: str | Path) -> tuple[np.ndarray, tuple[int, ...]]:
         raise ValueError("reading a placement file needs PyYAML: pip install pyyaml") from None
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
-    text = Path(path).read_text()
     try:
+        text = Path(path).read_text()
         content = yaml.safe_load(text)
+        if not isinstance(content, dict) or not isinstance(content.get("initial_global_assignments"), dict):
+            raise KeyError("initial_global_assignments")
         assigned = dict(sorted(content["initial_global_assignments"].items()))
         phy2log = np.array(list(assigned.values()), dtype=np.int64)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not a placement file ({said_of_yaml(error, text)})") from None
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: not a placement file ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path}: not a placement file ({said_of_yaml(error, text)}); {_REMEDY}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a placement file (no text); {_REMEDY}") from None
+    except KeyError as error:
+        raise ValueError(f"{path}: not a placement file (no {error.args[0]}); {_REMEDY}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a placement file ({error}); {_REMEDY}") from None
     if phy2log.ndim != 2 or phy2log.shape[1] != content.get("num_slots"):
         raise ValueError(f"{path}: every layer must list num_slots={content.get('num_slots')} experts")
     return phy2log, tuple(int(layer) for layer in assigned)

@@ -102,7 +102,13 @@ def load(path: str | Path, num_experts: int | None = None) -> LoadStatistics:
 
 def _jsonl_records(path: Path, num_experts: int | None) -> Iterator[tuple[int, int, np.ndarray]]:
     traced = []  # Megatron: the number of experts is known after the last line
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{path}: is no text; give JSONL of counts, a run's metrics.jsonl or a routing trace"
+        ) from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -187,7 +193,10 @@ def safetensors_library() -> ModuleType:
 def _load_tensorrt(folder: Path) -> LoadStatistics:
     files = sorted(folder.glob("rank*.safetensors"))
     if not files or not (folder / "meta_info.json").is_file():
-        raise ValueError(f"{folder}: no meta_info.json and rank*.safetensors, as TensorRT-LLM writes them")
+        raise ValueError(
+            f"{folder}: is no folder of statistics: it has neither rank*of*.jsonl, as the ranks of a run write their "
+            "parts, nor meta_info.json and rank*.safetensors, as TensorRT-LLM does; give one, or a file of counts"
+        )
     library = safetensors_library()
     meta = json.loads((folder / "meta_info.json").read_text())
     _require_all_ranks(folder, len(files), meta.get("num_rank_files", len(files)))

@@ -43,7 +43,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "statistics",
         metavar="STATS",
-        help="JSONL of counts, a Megatron routing trace, or a TensorRT-LLM statistics folder",
+        help="JSONL of counts, a recipe's run folder, a Megatron routing trace, or a TensorRT-LLM statistics folder",
     )
     parser.add_argument("--between", metavar="A-B", help="only iterations A to B, both included")
     parser.add_argument("--experts", type=int, help="for a routing trace whose last experts got no token")
@@ -95,13 +95,16 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--front", action="store_true", help="with --current: also list changed slots against imbalance, layer by layer"
     )
     parser.add_argument("--layer-updates-per-iter", type=int, default=0, help="written to the file; 0: static")
-    parser.add_argument("-o", "--out", required=True, metavar="FILE")
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="write the placement here, as YAML")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Bad input ends as a usage error: exit code 2 and one line."""
     outputs.check(args, picture_files=True)
     outputs.check_file("-o", getattr(args, "out", None))
+    metrics = Path(args.statistics) / "metrics.jsonl"
+    if metrics.is_file():  # of a run's folder, which `report scaling` takes too
+        args.statistics = str(metrics)
     try:
         return (run_report if args.balance_command == "report" else run_plan)(args)
     except ValueError as error:
@@ -115,14 +118,20 @@ def _load(args: argparse.Namespace) -> LoadStatistics:
     return loaded.between(*statistics.parse_range(args.between)) if args.between else loaded
 
 
-def _placement(path: str, layers: tuple[int, ...]) -> np.ndarray:
+def _placement(flag: str, path: str, loaded: LoadStatistics) -> np.ndarray:
     from hybrid_ep.balance import plan_file
 
-    phy2log, planned = plan_file.load(path)
-    missing = sorted(set(layers) - set(planned))
+    try:
+        phy2log, planned = plan_file.load(path)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from None
+    missing = sorted(set(loaded.layers) - set(planned))
     if missing:
-        raise ValueError(f"{path} has no layer {missing[0]}: it was made from other statistics")
-    return phy2log[[planned.index(layer) for layer in layers]]
+        raise ValueError(f"{flag} {path}: has no layer {missing[0]}: it was made from other statistics; plan these")
+    placed, experts = phy2log[[planned.index(layer) for layer in loaded.layers]], loaded.counts.shape[2]
+    if any(set(row) != set(range(experts)) for row in placed.tolist()):
+        raise ValueError(f"{flag} {path}: its experts are not the {experts} of the statistics; plan these")
+    return placed
 
 
 def run_report(args: argparse.Namespace) -> int:
@@ -130,7 +139,11 @@ def run_report(args: argparse.Namespace) -> int:
 
     loaded = _load(args)
     ranks, assumed = _ranks(args, loaded.counts.shape[2])
-    placed = _placement(args.plan, loaded.layers) if args.plan else None
+    placed = _placement("--plan", args.plan, loaded) if args.plan else None
+    if args.ep is not None and placed is not None:
+        _check_divides("--ep", args.ep, "the", placed.shape[1], f"slots of --plan {args.plan}")
+    elif args.ep is not None:
+        _check_divides("--ep", args.ep, "the", loaded.counts.shape[2], "experts")
     rows = report.report(loaded, ranks, placed, args.spare_slots)
     if args.layout == "tensorrt":
         if args.sources or args.plot or args.per_expert or args.spare_slots:
@@ -198,11 +211,37 @@ def _sources(args: argparse.Namespace, ranks: int | None) -> np.ndarray:
     return sources.load(args.statistics, ranks, args.experts, between)
 
 
+def _check_divides(flag: str, value: int, *whole: object) -> None:
+    """whole: words, a number among them."""
+    number = next(word for word in whole if isinstance(word, int))
+    if value < 1 or number % value:
+        raise ValueError(f"{flag} {value}: must be 1 or more and divide {' '.join(map(str, whole))}")
+
+
+def _check_sizes(args: argparse.Namespace, experts: int) -> None:
+    """What plan_placement requires, in the words of the command line."""
+    if args.ep < 1:
+        raise ValueError(f"--ep {args.ep}: must be 1 or more")
+    _check_divides("--nodes", args.nodes, "--ep", args.ep)
+    least, most = -(-experts // args.ep) * args.ep, experts * args.ep
+    if args.num_groups:
+        _check_divides("--num-groups", args.num_groups, "the", experts, "experts")
+        if args.num_groups % args.nodes:
+            raise ValueError(f"--num-groups {args.num_groups}: must be a multiple of --nodes {args.nodes}")
+        most //= args.nodes
+    if args.num_slots % args.ep or not least <= args.num_slots <= most:
+        raise ValueError(
+            f"--num-slots {args.num_slots}: must be a multiple of --ep {args.ep} from {least} to {most}, which is one "
+            f"slot of each of {experts} experts at least, and at most one of each on every rank that may have it"
+        )
+
+
 def run_plan(args: argparse.Namespace) -> int:
     from hybrid_ep.balance import bounds, placement_front, plan_file, plan_placement
 
     loaded = _load(args)
-    current = _placement(args.current, loaded.layers) if args.current else None
+    _check_sizes(args, loaded.counts.shape[2])
+    current = _placement("--current", args.current, loaded) if args.current else None
     if current is None and (args.front or args.max_moves is not None):
         raise ValueError("--front and --max-moves need --current, the placement in force")
     if args.layer_updates_per_iter < 0:

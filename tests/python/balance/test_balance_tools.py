@@ -83,6 +83,8 @@ def test_ranks_that_nobody_gave_are_those_of_the_run_or_said_to_be_assumed(tmp_p
     config = tmp_path / "config.yaml"
     config.write_text("parallel: {num_ranks: 8, expert_parallel_size: 4}")
     assert f"16 experts, 4 ranks (parallel.expert_parallel_size of {config})" in said()[1]
+    assert main(["balance", "report", str(tmp_path)]) == 0, "a run's folder is as good as its metrics"
+    assert f"16 experts, 4 ranks (parallel.expert_parallel_size of {config})" in capsys.readouterr().out
     assert said("--ep", "2") == (0, "1 iteration, 1 layer, 16 experts, 2 ranks")
     config.write_text("parallel: {}")
     assert said() == (2, f"hybrid-ep balance: {config}: says no parallel.expert_parallel_size; give --ep\n")
@@ -262,16 +264,44 @@ def test_plan_command_and_projection(stats, tmp_path, capsys):
     "arguments, message",
     [
         (["report", "nowhere"], "no such file"),
-        (["report", "S", "--ep", "5"], "ep_size"),
+        (["report", "."], "is no folder of statistics: it has neither rank*of*.jsonl"),
+        (["report", "PNG"], "PNG: is no text; give JSONL of counts"),
+        (["report", "S", "--ep", "5"], "--ep 5: must be 1 or more and divide the 16 experts"),
         (["report", "S", "--between", "b"], "range"),
-        (["report", "S", "--plan", "nowhere"], "no such file"),
-        (["plan", "S", "--ep", "4", "--num-slots", "17", "-o", "x"], "num_slots"),
+        (["report", "S", "--plan", "nowhere"], "--plan nowhere: no such file"),
+        (["report", "S", "--plan", "PNG"], "PNG: not a placement file (no text); hybrid-ep balance plan writes"),
+        (["report", "S", "--plan", "FEWER"], "FEWER: its experts are not the 16 of the statistics; plan these"),
+        (["report", "S", "--plan", "MANY", "--ep", "3"], "--ep 3: must be 1 or more and divide the 16 slots of --plan"),
+        (["report", "S", "--plan", "EMPTY"], "EMPTY: not a placement file (no initial_global_assignments); hybrid"),
+        (
+            ["plan", "S", "--ep", "4", "--num-slots", "15", "-o", "x"],
+            "--num-slots 15: must be a multiple of --ep 4 from",
+        ),
+        (["plan", "S", "--ep", "4", "--num-slots", "12", "-o", "x"], "from 16 to 64, which is one slot of each of 16"),
+        (["plan", "S", "--ep", "4", "--num-slots", "68", "-o", "x"], "--num-slots 68: must be a multiple"),
+        (["plan", "S", "--ep", "0", "--num-slots", "16", "-o", "x"], "--ep 0: must be 1 or more"),
+        (
+            ["plan", "S", "--ep", "4", "--num-slots", "16", "--nodes", "3", "-o", "x"],
+            "--nodes 3: must be 1 or more and",
+        ),
+        (
+            ["plan", "S", "--ep", "4", "--num-slots", "16", "--num-groups", "3", "-o", "x"],
+            "--num-groups 3: must be 1 or more and divide the 16 experts",
+        ),
+        (
+            ["plan", "S", "--ep", "4", "--num-slots", "40", "--num-groups", "4", "--nodes", "2", "-o", "x"],
+            "--num-slots 40: must be a multiple of --ep 4 from 16 to 32",
+        ),
         (["plan", "S", "--ep", "4", "--num-slots", "20", "-o", "x", "--layer-updates-per-iter", "-1"], "updates"),
     ],
 )
 def test_bad_usage_is_one_line(stats, tmp_path, capsys, arguments, message):
     statistics.save_jsonl(tmp_path / "S", stats)
-    arguments = [str(tmp_path / "S") if a == "S" else a for a in arguments]
+    (tmp_path / "PNG").write_bytes(b"\x89PNG\r\n")
+    (tmp_path / "EMPTY").touch()
+    for name, experts in (("FEWER", 8), ("MANY", 16)):
+        plan_file.save(tmp_path / name, np.tile(np.arange(16) % experts, (4, 1)), stats.layers)
+    arguments = [str(tmp_path / a) if a.isupper() else a for a in arguments]
     assert main(["balance", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
@@ -291,7 +321,8 @@ def test_a_broken_plan_is_one_line_that_says_where(stats, tmp_path, capsys, text
     plan = tmp_path / "plan.yaml"
     plan.write_text(text)
     assert main(["balance", "report", str(tmp_path / "s.jsonl"), "--ep", "4", "--plan", str(plan)]) == 2
-    assert capsys.readouterr().err == f"hybrid-ep balance: {plan}: not a placement file ({said})\n"
+    told = f"hybrid-ep balance: --plan {plan}: not a placement file ({said}); hybrid-ep balance plan writes them\n"
+    assert capsys.readouterr().err == told
 
 
 def test_scripts_with_the_names_users_know(stats, tmp_path):
