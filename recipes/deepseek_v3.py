@@ -88,7 +88,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def deepseek_v3(hardware: str = "h100_8x400g") -> ClusterRun:
-    """DeepSeek-V3 on 1,024 H100, 256 B200 or 256 GB200."""
+    """DeepSeek-V3 on 1,024 H100, H200 or H800; 256 B200, B300, GB200 or GB300."""
     machine = get_hardware(hardware)
     return ClusterRun("deepseek_v3", ARCHITECTURE, machine, lr=2.2e-4, moments="bf16", **layout(_VARIANTS, machine))
 

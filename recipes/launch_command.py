@@ -22,7 +22,6 @@ from hybrid_ep import env
 from hybrid_ep.cli import UsageError, names
 from hybrid_ep.cli.parser import Parser, warn_renamed
 from hybrid_ep.cli.progress import track
-from hybrid_ep.hardware import clusters
 
 from . import (
     CLUSTER_RECIPES,
@@ -68,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, help="hosts (default: the recipe's; 1 for a CPU recipe)")
     parser.add_argument("--tasks-per-node", type=int, help="ranks a host, CPU recipes only")
     names.add_cluster(parser.add_argument, f"GPUs of a GPU recipe, {next(iter(HARDWARE))} if not given", names=HARDWARE)
-    parser.add_argument("--hardware", type=names.cluster, choices=[*clusters.CLUSTERS], help=argparse.SUPPRESS)
+    parser.add_argument("--hardware", type=names.cluster_of(HARDWARE), help=argparse.SUPPRESS)
     parser.add_argument(
         "--set",
         action="append",

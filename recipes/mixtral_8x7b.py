@@ -45,7 +45,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def mixtral_8x7b(hardware: str = "h100_8x400g") -> ClusterRun:
-    """Mixtral 8x7B on 64 H100, 16 B200 or 16 GB200."""
+    """Mixtral 8x7B on 64 H100, H200 or H800; 16 B200, B300, GB200 or GB300."""
     machine = get_hardware(hardware)
     return ClusterRun("mixtral_8x7b", ARCHITECTURE, machine, **layout(_VARIANTS, machine))
 

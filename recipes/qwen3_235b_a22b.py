@@ -44,7 +44,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def qwen3_235b_a22b(hardware: str = "h100_8x400g") -> ClusterRun:
-    """Qwen3-235B-A22B on 256 H100, 128 B200 or 128 GB200."""
+    """Qwen3-235B-A22B on 256 H100, H200 or H800; 128 B200, B300, GB200 or GB300."""
     machine = get_hardware(hardware)
     return ClusterRun("qwen3_235b_a22b", ARCHITECTURE, machine, **layout(_VARIANTS, machine))
 

@@ -62,7 +62,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def qwen3_30b_a3b(hardware: str = "h100_8x400g") -> ClusterRun:
-    """Qwen3-30B-A3B on 32 H100, 16 B200 or 16 GB200."""
+    """Qwen3-30B-A3B on 32 H100, H200 or H800; 16 B200, B300, GB200 or GB300."""
     machine = get_hardware(hardware)
     return ClusterRun("qwen3_30b_a3b", ARCHITECTURE, machine, **layout(_VARIANTS, machine))
 

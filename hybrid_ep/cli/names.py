@@ -28,10 +28,20 @@ RECOMPUTE_REMEDY = f"use none, selective, full, or some of {','.join(RECOMPUTE_M
 
 
 def add_cluster(add: Any, what: str, default: str | None = None, names: Collection[str] = clusters.CLUSTERS) -> None:
-    """The flag --cluster. add: a parser's add_argument; names: those that the help lists, where a command has not all:
-    it refuses the others itself."""
-    told = one_of(names, what)
-    add("--cluster", default=default, type=cluster, **{**told, "choices": tuple(clusters.CLUSTERS)})
+    """The flag --cluster. add: a parser's add_argument; names: those that the command takes, where it has not all."""
+    add("--cluster", default=default, type=cluster_of(names), **{**one_of(names, what), "choices": None})
+
+
+def cluster_of(names: Collection[str]) -> Any:
+    """The type of a flag that takes one of `names`, old spellings too. Who else has a name in clusters.CLUSTERS passes:
+    the command says why it does not take that one."""
+
+    def parse(text: str) -> str:
+        if (name := cluster(text)) not in clusters.CLUSTERS:
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names)})")
+        return name
+
+    return parse
 
 
 def cluster(text: str) -> str:

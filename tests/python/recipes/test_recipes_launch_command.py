@@ -1,5 +1,6 @@
 """`hybrid-ep launch`: scripts that can be saved, edited and run again; flags that would be ignored are refused."""
 
+import dataclasses
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes import CLUSTER_RECIPES, RECIPES, pretrain, rank, sbatch
+from recipes.cluster import HARDWARE
 from recipes.launch_command import main
 from recipes.launch_run import run_script
 from recipes.run_folder import RunFolder
@@ -157,6 +159,44 @@ def test_every_recipe_is_listed_with_where_it_runs(capsys):
         **dict.fromkeys(CLUSTER_RECIPES, "GPUs"),
         **dict.fromkeys(RECIPES, "CPU"),
     }
+
+
+def test_a_gpu_recipe_is_listed_with_all_hardware_and_how_many_of_it(capsys):
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    for name, make in CLUSTER_RECIPES.items():
+        line = next(line for line in listed if line.startswith(f"{name} "))
+        told = {}
+        for part in line.rpartition(" on ")[2].rstrip(".").split("; "):
+            number, gpus = part.split(" ", 1)
+            told |= dict.fromkeys(re.split(", | or ", gpus), int(number.replace(",", "")))
+        runs = [make(hardware) for hardware in HARDWARE]
+        assert told == {
+            run.hardware.name.partition("_")[0].upper(): run.num_hosts * run.hardware.gpus_per_host for run in runs
+        }
+
+
+@pytest.mark.parametrize("flag", ["--cluster", "--hardware"])
+def test_only_clusters_that_launch_takes_are_offered(flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["mixtral_8x7b", flag, "b200"])
+    assert end.value.code == 2
+    told = f"argument {flag}: invalid choice: 'b200' (choose from {', '.join(HARDWARE)}); "
+    assert told in capsys.readouterr().err
+
+
+def test_the_page_says_what_variants_have_of_their_own():
+    """The table of docs/recipes.md against the recipes."""
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE)
+    told = {name: cells for name, *_ in rows if name in HARDWARE for cells in [dict(rows)[name].split("|")]}
+    assert set(told) == {hardware.name for hardware in HARDWARE.values() if hardware.variant}
+    for name, cells in told.items():
+        for recipe, cell in zip(CLUSTER_RECIPES, cells, strict=True):
+            mine, base = CLUSTER_RECIPES[recipe](name), CLUSTER_RECIPES[recipe](HARDWARE[name].layouts)
+            own = {f.name: getattr(mine, f.name) for f in dataclasses.fields(mine)}
+            own = {f"{k}={v}" for k, v in own.items() if k != "hardware" and v != getattr(base, k)}
+            assert set(re.findall("`(.*?)`", cell)) == own, (name, recipe)
 
 
 def test_old_names_of_hardware_work_with_a_warning(tmp_path, capsys):
