@@ -47,7 +47,10 @@ def draw(points: list[Point], folder: Path, title: str, workers: str = "SMs") ->
     largest = max((p.tokens for p in points), default=0)
     over_sms = [p for p in points if p.tokens == largest and p.num_sms and p.busbw is not None]
     if len({p.num_sms for p in over_sms}) > 1:
-        said += _bandwidth(over_sms, folder, f"{title}; {largest:,} tokens a rank", workers, series)
+        seen = {p.implementation if len(names) > 1 else p.op for p in over_sms}
+        unknown = [name for name in series if name not in seen]
+        note = f"No bus bandwidth is known of {', '.join(unknown)}." if unknown else ""
+        said += _bandwidth(over_sms, folder, f"{title}; {largest:,} tokens a rank", workers, series, note)
     else:
         said.append(f"# not drawn: bandwidth over {workers}, which needs two values of --num-sms")
     best = _one_per_size(points)
@@ -137,7 +140,7 @@ def _draw(
     return [f"# written: {path}" for path in made]
 
 
-def _bandwidth(points: list[Point], folder: Path, title: str, workers: str, series: list[str]) -> list[str]:
+def _bandwidth(points: list[Point], folder: Path, title: str, workers: str, series: list[str], note: str) -> list[str]:
     limit = next((p.limit for p in points if p.limit), None)
     top = 1.12 * max([*(p.busbw or 0.0 for p in points), limit or 0.0])
     counts = sorted({p.num_sms for p in points})
@@ -170,6 +173,7 @@ def _bandwidth(points: list[Point], folder: Path, title: str, workers: str, seri
         finish,
         (f"{workers} of an operation", "bus bandwidth (GB/s)"),
         series,
+        note,
     )
 
 

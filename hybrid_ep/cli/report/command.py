@@ -37,10 +37,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     modes = scaling.MODES if args.mode == "both" else (args.mode,)
     try:
         with outputs.for_people(args.json):
-            tables, source = _predicted(args, modes) if args.simulate else _measured(args, modes)
+            tables, source, workers = _predicted(args, modes) if args.simulate else _measured(args, modes)
             _show(tables)
             if args.plot:
-                outputs.say_written(scaling.draw(tables, outputs.picture(args.plot, "scaling"), source))
+                outputs.say_written(scaling.draw(tables, outputs.picture(args.plot, "scaling"), source, workers))
     except ValueError as error:
         raise UsageError(str(error)) from None
     rows = [row for mode, found in tables.items() for row in scaling.as_json(mode, found)]
@@ -50,7 +50,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str]:
+def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str, str]:
+    """Tables by mode, where they come from, what they count; likewise of `_predicted`."""
     rows, device = runs.read(args.runs, args.skip)
     found, neither = scaling.split(rows)
     print(
@@ -61,10 +62,10 @@ def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str,
         print("# ranks of CPU processes stand where GPUs would: they share one machine, so this is no claim about GPUs")
     for row in neither:
         print(f"# {row.name} keeps neither the tokens of a GPU nor those of the job of the smallest run: left out")
-    return {mode: found[mode] for mode in modes}, f"measured, {device}"
+    return {mode: found[mode] for mode in modes}, f"measured, {device}", "ranks" if device == "cpu" else "GPUs"
 
 
-def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str]:
+def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str, str]:
     if not all(n >= 1 for n in args.gpus):
         raise UsageError(f"--gpus {','.join(map(str, args.gpus))}: every one must be at least 1")
     job = job_flags.from_flags(args, args.simulate, min(args.gpus))
@@ -78,9 +79,8 @@ def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str
     )
     for line in (step_time.said_of_compute(job), *training.said_of(job).splitlines()):
         print(f"# {line}")
-    return tables, (
-        f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {args.dispatcher}\n{job.cluster.name}, simulated"
-    )
+    source = f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {args.dispatcher}\n{job.cluster.name}, simulated"
+    return tables, source, "GPUs"
 
 
 def _show(tables: dict[str, list[scaling.Row]]) -> None:

@@ -90,40 +90,43 @@ def as_json(mode: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def draw(tables: dict[str, list[Row]], stem: Path, title: str) -> list[Path]:
-    """tokens/s over GPUs with the ideal line; stem.png and stem.svg. ValueError when matplotlib is missing."""
+def draw(tables: dict[str, list[Row]], stem: Path, title: str, workers: str = "GPUs") -> list[Path]:
+    """tokens/s over GPUs, or what `workers` calls them, of several sizes with the ideal line; stem.png and stem.svg.
+    ValueError when matplotlib is missing."""
     plt = plotting.pyplot()
     from matplotlib import ticker
 
     figure, panel = plt.subplots(figsize=(3.8, 3.0), layout="constrained")
-    for mode, rows in tables.items():
+    for place, (mode, rows) in enumerate(tables.items()):
         colour, mark = _STYLE[mode]
+        beneath = len(tables) - 1 - place  # a line may be the next one's: it is seen at both sides of it
         panel.plot(
             [r.gpus for r in rows],
             [r.tokens_per_s for r in rows],
             color=colour,
             marker=mark,
-            markersize=3.5,
-            linewidth=1.3,
+            markersize=3.5 + 3 * beneath,
+            linewidth=1.3 + 1.5 * beneath,
             label=f"{mode} scaling",
         )
     sizes = sorted({r.gpus for rows in tables.values() for r in rows})
     base = next(iter(tables.values()))[0]
-    panel.plot(
-        sizes,
-        [base.per_gpu * n for n in sizes],
-        color=plotting.MUTED,
-        linewidth=0.9,
-        linestyle=(0, (6, 3)),
-        label="ideal",
-    )
+    if len(sizes) > 1:
+        panel.plot(
+            sizes,
+            [base.per_gpu * n for n in sizes],
+            color=plotting.MUTED,
+            linewidth=0.9,
+            linestyle=(0, (6, 3)),
+            label="ideal",
+        )
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     plotting.label_ticks(panel.xaxis, sizes, sizes, most=7)
     panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     panel.yaxis.set_minor_locator(ticker.NullLocator())
-    panel.set(xlabel="GPUs", ylabel="tokens/s")
+    panel.set(xlabel=workers, ylabel="tokens/s")
     panel.legend()
     plotting.note(figure, textwrap.fill(title, 72))
     return plotting.save(figure, stem)

@@ -127,3 +127,16 @@ def test_a_series_has_one_colour_in_all_pictures_of_a_run(tmp_path):
 def test_bands_without_percentiles_are_not_explained(tmp_path):
     draw([Point(t, 0, "pair", "ours", 1.0, None, None, None) for t in (1, 2)], tmp_path, "simulated")
     assert not any("percentile" in text for text in texts((tmp_path / "time.svg").read_text()))
+
+
+def test_who_has_no_bandwidth_is_named_under_the_picture_of_it(tmp_path):
+    points = [
+        Point(64, sms, op, name, 1.0, None, None, None if name == "reference" else 2.0)
+        for sms in (2, 4)
+        for op in ("dispatch", "combine")
+        for name in ("hybrid_ep", "reference")
+    ]
+    draw(points, tmp_path / "some", "a title")
+    assert "No bus bandwidth is known of reference." in texts((tmp_path / "some" / "bandwidth.svg").read_text())
+    draw([p for p in points if p.busbw], tmp_path / "all", "a title")
+    assert "No bus bandwidth" not in (tmp_path / "all" / "bandwidth.svg").read_text()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
+from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main, plotting
 from hybrid_ep.cli.report.scaling import MODES, Row, split
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models, recommend
@@ -116,6 +116,26 @@ def test_every_mode_is_drawn_with_its_own_lines_alone(tmp_path, capsys, mode, si
     svg = drawn.with_suffix(".svg").read_text()
     for other in MODES:
         assert (f"{other} scaling" in svg) == (mode in (other, "both"))
+
+
+def test_a_picture_says_ranks_of_cpus_and_hides_no_line(tmp_path, monkeypatch, capsys):
+    """Two runs with the same tokens a rank and in all would be one; here the picture is asked."""
+    pytest.importorskip("matplotlib")
+    kept = []
+    monkeypatch.setattr(plotting, "save", lambda figure, stem: kept.append(figure.axes[0]) or [])
+    jobs = [run_folder(tmp_path, "a2", 2, 2, 200, 1.0), run_folder(tmp_path, "b4", 4, 2, 400, 1.0)]
+    assert main(["report", "scaling", *jobs, "--plot", str(tmp_path)]) == EXIT_OK
+    assert main(["report", "scaling", jobs[0], "--plot", str(tmp_path)]) == EXIT_OK
+    assert (
+        main(["report", "scaling", "--simulate", "qwen3_30b_a3b", "--gpus", "8,16", "--plot", str(tmp_path)]) == EXIT_OK
+    )
+    several, one, simulated = kept
+    assert [panel.get_xlabel() for panel in kept] == ["ranks", "ranks", "GPUs"]
+    weak, strong = several.lines[:2]
+    assert weak.get_linewidth() > 2 * strong.get_linewidth() and weak.get_markersize() > strong.get_markersize() + 2
+    assert weak.get_zorder() <= strong.get_zorder()
+    told = [[text.get_text() for text in panel.get_legend().get_texts()] for panel in (several, one)]
+    assert told == [["weak scaling", "strong scaling", "ideal"], ["weak scaling", "strong scaling"]]
 
 
 @pytest.mark.parametrize(
