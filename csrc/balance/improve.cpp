@@ -77,7 +77,9 @@ std::vector<int32_t> Placer::renamed(const int32_t* fresh) const {
   return slots;
 }
 
-int64_t Placer::top() const { return *std::max_element(load_.begin(), load_.end()); }
+int64_t Placer::top() const {
+  return *std::max_element(load_.begin(), load_.end());
+}
 
 int64_t Placer::fetched_in_all() const {
   int64_t n = 0;
