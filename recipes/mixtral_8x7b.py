@@ -40,6 +40,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "b200_8x400g": dict(
         num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=256, micro_batch_size=2, num_sms=24
     ),
+    "b300_8x800g": dict(micro_batch_size=4),
     "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=256, num_sms=24),
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes import CLUSTER_RECIPES, RECIPES, pretrain, rank, sbatch
-from recipes.cluster import HARDWARE
+from recipes.hardware import HARDWARE
 from recipes.launch_command import main
 from recipes.launch_run import run_script
 from recipes.run_folder import RunFolder
