@@ -46,6 +46,10 @@ class UsageError(ValueError):
     """The caller's fault: names flag, value and remedy."""
 
 
+class Failure(RuntimeError):
+    """Ends the command with EXIT_FAILED and its message, one line; without a message, all has been said."""
+
+
 class Command(NamedTuple):
     """Where a subcommand lives and what it is for, known without importing it. summary "": see declared_summary()."""
 
@@ -127,12 +131,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_output()
         return EXIT_PIPE_CLOSED
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        print(f"hybrid-ep: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _REFUSED:
+            print(f"hybrid-ep: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        else:  # Python's own exit code for it, 1, would be that of a wrong result
+            import traceback
+
+            traceback.print_exception(error)
         _drop_output()
         return EXIT_FAILED
+
+
+def has_words(error: Exception) -> bool:
+    """Whether main() has one line, or silence, for this error; others get a traceback."""
+    return isinstance(error, UsageError | BrokenPipeError) or getattr(error, "errno", None) in _REFUSED
 
 
 def _drop_output() -> None:
@@ -151,3 +163,7 @@ def _run(argv: list[str]) -> int:
     except UsageError as error:
         print(f"hybrid-ep {args.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except Failure as error:
+        if str(error):
+            print(f"hybrid-ep {args.command}: {error}", file=sys.stderr)
+        return EXIT_FAILED

@@ -45,15 +45,17 @@ def explain_on_deadline() -> None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
-def run_ranks(argv: Sequence[str], num_ranks: int, timeout_s: float, threads: int) -> int:
+def run_ranks(argv: Sequence[str], num_ranks: int, timeout_s: float, threads: int | None = None) -> int:
     """Run `hybrid-ep ARGV` as `num_ranks` local processes and return the first non-zero exit code, or 0.
 
-    Ranks that are alive after `timeout_s` seconds are ended and named on stderr; the code is then 3. OSError when
-    stdout takes no more; BrokenPipeError where its reader has gone.
+    threads: of torch in each rank, an equal share of this process's cores if not given. Ranks that are alive after
+    `timeout_s` seconds are ended and named on stderr; the code is then 3. OSError when stdout takes no more;
+    BrokenPipeError where its reader has gone.
     """
     say(f"starting {outputs.count(num_ranks, 'rank')}; each imports torch first")
     from torch.distributed import TCPStore
 
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // num_ranks)
     store = TCPStore(local_ranks.LOOPBACK, 0, is_master=True, wait_for_workers=False)
     ranks: list[subprocess.Popen] = []
     relay, code = _Relay(), EXIT_FAILED

@@ -7,16 +7,15 @@ prints one sentence.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_WRONG, UsageError, launch, outputs
+from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch, outputs
 from hybrid_ep.cli.bench import flags, heap, presets
-from hybrid_ep.cli.bench.config import Config, make_config, refuse_plot_of_a_point, require
+from hybrid_ep.cli.bench.config import Config, check_environment, make_config, refuse_plot_of_a_point, require
 from hybrid_ep.cli.progress import say
 
 if TYPE_CHECKING:
@@ -42,15 +41,15 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             "measured; give one of them, hybrid_ep-latency is the path's name there")  # fmt: skip
     presets.apply_to_ranks(args)
     refuse_plot_of_a_point(args)
+    check_environment(with_tuning=True)
     if launch.is_rank():
-        return _be_rank(args)
+        return _run_rank(args)
     ranks = flags.DEFAULT_RANKS if args.ranks is None else args.ranks
     config = make_config(args, num_ranks=ranks)
     say("loading torch, to see what can run here")
     _refuse_unavailable_base(config, _choose(args)[0])
     _require_device(config)
-    threads = args.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
-    return launch.run_ranks(argv, ranks, args.timeout, threads)
+    return launch.run_ranks(argv, ranks, args.timeout, args.threads)
 
 
 def _require_device(config: Config) -> None:
@@ -72,16 +71,6 @@ def _choose(args: argparse.Namespace) -> list[type[Implementation]]:
     return choose(args.impl or both, args.peers, args.peer)
 
 
-def _be_rank(args: argparse.Namespace) -> int:
-    from hybrid_ep.cli.bench.graphs import CaptureError
-
-    try:
-        return _run_rank(args)
-    except CaptureError as error:
-        print(f"hybrid-ep bench: {error}", file=sys.stderr)
-        return EXIT_FAILED
-
-
 def _run_rank(args: argparse.Namespace) -> int:
     import torch
 
@@ -90,7 +79,7 @@ def _run_rank(args: argparse.Namespace) -> int:
 
     launch.explain_on_deadline()
     heap_mode = heap.prepare(args.heap)
-    if args.threads:
+    if args.threads is not None:
         torch.set_num_threads(args.threads)
     with joined(args.backend, args.timeout) as world:
         require(

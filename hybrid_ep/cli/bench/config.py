@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from hybrid_ep import env, tuning
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.bench import routing_spec, rows
 from hybrid_ep.cli.bench.routing_spec import RoutingSpec
@@ -12,6 +13,7 @@ from hybrid_ep.cli.bench.routing_spec import RoutingSpec
 OPS = ("route", "dispatch", "permute", "unpermute", "combine", "pair", "step")
 BACKENDS = ("host", "cuda", "sim")
 _STEP_LIMIT = 64  # points of a sweep; more is a typing error
+_MOST_THREADS = 1024  # more than the cores of any host
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,13 @@ def make_config(args: argparse.Namespace, num_ranks: int) -> Config:
         ("-n", args.iterations, 1), ("-w", args.warmup, 0), ("-T", args.timeout, 1), ("--chain", args.chain, 0)
     ):  # fmt: skip
         require(value >= least, f"{flag} {value}: must be at least {least}")
-    require(all(sms >= 0 for sms in args.num_sms), "--num-sms: must be 0 (auto) or positive")
+    for sms in args.num_sms:
+        require(sms >= 0, f"--num-sms {sms}: must be 0 (auto) or positive")
+        require(sms <= env.MOST_BLOCKS, f"--num-sms {sms}: must be at most {env.MOST_BLOCKS}")
+    require(
+        args.threads is None or 1 <= args.threads <= _MOST_THREADS,
+        f"--threads {args.threads}: must be from 1 to {_MOST_THREADS}; without it ranks share the cores",
+    )
     require(
         args.backend == "cuda" or not args.cuda_graph,
         f"--cuda-graph: --backend {args.backend} has no CUDA graphs; use --backend cuda, or drop the flag",
@@ -109,6 +117,17 @@ def make_config(args: argparse.Namespace, num_ranks: int) -> Config:
         reduction=args.average,
         timeout_s=args.timeout,
     )
+
+
+def check_environment(with_tuning: bool = False) -> None:
+    """UsageError for what a buffer would refuse in every rank: a malformed variable, and with_tuning a file that
+    HYBRID_EP_TUNING names in vain."""
+    try:
+        env.check()
+        if with_tuning and (file := env.get("HYBRID_EP_TUNING")):
+            tuning.load(file, "")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _check_rows(args: argparse.Namespace) -> None:

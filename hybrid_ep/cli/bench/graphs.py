@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from hybrid_ep.cli import Failure
 from hybrid_ep.cli.bench.implementations import Implementation
 
 _WARM_UP = 3
 CAPTURED = ("dispatch", "combine", "pair")
 
 
-class CaptureError(RuntimeError):
+class CaptureError(Failure):
     """An operation that cannot be captured; names it and the implementation."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import traceback
 from pathlib import Path
 
 from hybrid_ep.cli import UsageError
@@ -45,8 +46,14 @@ def load_plugin(spec: str) -> list[type[Implementation]]:
             module = importlib.import_module(spec)
     except (ImportError, FileNotFoundError) as error:
         raise UsageError(f"--peer {spec}: cannot be loaded ({error}); give FILE.py or a module") from error
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(
+            f"--peer {spec}: cannot be loaded, {place.filename}:{place.lineno} raises {type(error).__name__}: {error}; "
+            "mend it"
+        ) from error
     peers = getattr(module, "PEERS", None)
-    if not isinstance(peers, list) or not all(issubclass(peer, Implementation) for peer in peers):
+    if not isinstance(peers, list) or not all(isinstance(p, type) and issubclass(p, Implementation) for p in peers):
         raise UsageError(f"--peer {spec}: needs a list PEERS of Implementation subclasses")
     return peers
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hybrid_ep import local_ranks
-from hybrid_ep.cli import launch
+from hybrid_ep.cli import Failure, has_words, launch
 
 Samples = dict[tuple[str, str], list[float]]  # (op, implementation) -> seconds, one an iteration
 
@@ -59,7 +61,8 @@ class World:
 @contextlib.contextmanager
 def joined(backend: str, timeout_s: float) -> Iterator[World]:
     """This process as a rank of the group that its launcher describes. cuda: on GPU LOCAL_RANK; ranks beyond the
-    number of GPUs share them."""
+    number of GPUs share them. An error in the body, but for those that main() has words for, becomes a Failure, and
+    the rank that fails first shows it."""
     device = torch.device("cpu")
     if backend == "cuda":
         device = torch.device("cuda", launch.local_rank() % torch.cuda.device_count())
@@ -72,5 +75,24 @@ def joined(backend: str, timeout_s: float) -> Iterator[World]:
         control = group if on_cpu else dist.new_group(backend="gloo", timeout=deadline)
         assert isinstance(control, dist.ProcessGroup)  # new_group without ranks has this rank in it
         yield World(group, control, device)
+    except Exception as error:
+        # Said before the group ends: what other ranks meet then only follows from it.
+        first = _is_first_to_fail()
+        if has_words(error):
+            raise
+        if not first:
+            raise Failure from error
+        if isinstance(error, Failure):
+            raise
+        sys.stderr.write("".join(traceback.format_exception(error)))
+        raise Failure(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}") from error
     finally:
         dist.destroy_process_group()
+
+
+def _is_first_to_fail() -> bool:
+    """Of all ranks; True as well where the store has gone, so that no error is lost."""
+    try:
+        return distributed_c10d._get_default_store().add("hybrid_ep.cli/failed", 1) == 1
+    except RuntimeError:
+        return True

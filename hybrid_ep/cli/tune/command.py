@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch, names, outputs
-from hybrid_ep.cli.bench.config import BACKENDS, make_config
+from hybrid_ep.cli.bench.config import BACKENDS, check_environment, make_config
 from hybrid_ep.cli.bench.flags import DTYPES, int_list
 from hybrid_ep.cli.parser import Parser
 from hybrid_ep.cli.tune import report
@@ -91,6 +90,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
                 f"--{name} {getattr(args, name)}: only --backend sim takes it; give --ranks and "
                 "--ranks-per-node, or --backend sim"
             )
+    check_environment()
     if launch.is_rank():
         return _run_rank(args)
     ranks = _RANKS if args.ranks is None else args.ranks
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             devices.current()
         except ValueError as error:
             raise UsageError(f"--backend cuda: {error}; use --backend host or sim") from None
-    return launch.run_ranks(argv, ranks, args.timeout, max(1, len(os.sched_getaffinity(0)) // ranks))
+    return launch.run_ranks(argv, ranks, args.timeout)
 
 
 def _checked(args: argparse.Namespace, ranks: int) -> tuning.Key:
@@ -118,6 +118,7 @@ def _checked(args: argparse.Namespace, ranks: int) -> tuning.Key:
         "cuda_graph": False,
         "check": 1,
         "average": 3,
+        "threads": None,
     }
     found = make_config(argparse.Namespace(**(vars(args) | rest)), ranks)
     return tuning.Key(found.num_ranks, found.num_local_ranks, found.hidden, found.num_experts)

@@ -209,6 +209,7 @@ def test_token_sweep_and_lists():
         ["--experts", "63"], ["--topk", "65"], ["--topk", "0"], ["--hidden", "12"], ["--hidden", "0"],
         ["--ranks-per-node", "3"], ["--ranks", "0"], ["-b", "0"], ["-b", "9", "-e", "8"], ["-f", "1"],
         ["-n", "0"], ["-w", "-1"], ["-T", "0"], ["--tokens", "-1"], ["--num-sms", "-1"], ["--routing", "x"],
+        ["--num-sms", "1025"], ["--threads", "-1"], ["--threads", "0"],
         ["--impl", "nobody"], ["--peer", "/nowhere.py"], ["--peer", "json"], ["--json", "/nowhere/out.json"],
     ],
 )  # fmt: skip
@@ -218,6 +219,46 @@ def test_bad_flags_cost_one_sentence_and_exit_2(flags, capsys, monkeypatch):
     assert main(["bench", *flags]) == EXIT_USAGE
     said = capsys.readouterr().err.strip()
     assert said.startswith("hybrid-ep bench: ") and "\n" not in said and flags[0] in said
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_malformed_variable_is_refused_before_ranks_start(command, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were launched"))
+    monkeypatch.setenv("HYBRID_EP_TIMEOUT_S", "abc")
+    assert main([command]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert said.startswith(f"hybrid-ep {command}: environment variable HYBRID_EP_TIMEOUT_S='abc'")
+    assert said.count("\n") == 1
+
+
+def test_a_tuning_file_that_is_none_is_refused_before_ranks_start(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were launched"))
+    monkeypatch.setenv("HYBRID_EP_TUNING", "/nowhere.json")
+    assert main(["bench"]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert "HYBRID_EP_TUNING" in said and said.count("\n") == 1
+
+
+def test_a_peer_that_raises_when_it_is_loaded_is_named_with_the_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    peer = write_peer(tmp_path, "\nx = 1 / 0\n")
+    assert main(["bench", "--peer", peer]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert said.startswith(f"hybrid-ep bench: --peer {peer}: ") and f"{peer}:2 raises ZeroDivisionError" in said
+    assert said.count("\n") == 1
+
+
+def test_an_error_in_a_rank_exits_3_and_is_explained_by_the_first_to_fail(one_rank, tmp_path, capsys, monkeypatch):
+    broken = PEER.replace("done = super().dispatch()", "raise NotImplementedError('no dispatch here')")
+    flags = ["bench", *SMALL, "--impl", "test-peer", "--peer", write_peer(tmp_path, broken)]
+    assert main(flags) == EXIT_FAILED
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("Traceback") and any(f"{tmp_path}/peer.py" in line for line in said)
+    assert said[-1] == "hybrid-ep bench: rank 0 failed with NotImplementedError: no dispatch here"
+    monkeypatch.setattr("hybrid_ep.cli.bench.world._is_first_to_fail", lambda: False)
+    assert (main(flags), capsys.readouterr().err) == (EXIT_FAILED, "")
 
 
 def test_a_base_that_cannot_run_is_an_error_not_a_skip(one_rank, tmp_path, capsys):

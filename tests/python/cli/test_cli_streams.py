@@ -60,13 +60,14 @@ def test_a_file_that_the_system_refuses_is_one_line_that_names_it(path, capsys):
     assert error.startswith("hybrid-ep: ") and error.count("\n") == 1 and (path in error or path == "/dev/full")
 
 
-def test_an_error_that_is_no_answer_of_a_file_system_keeps_its_traceback(monkeypatch):
+def test_an_error_that_is_no_answer_of_a_file_system_keeps_its_traceback_and_is_a_failure(monkeypatch, capsys):
     def broken(args, argv):
         raise ConnectionResetError(104, "reset")
 
     monkeypatch.setattr("hybrid_ep.cli.simulate.command.run", broken)
-    with pytest.raises(ConnectionResetError):
-        cli.main(["simulate"])
+    assert cli.main(["simulate"]) == cli.EXIT_FAILED
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("Traceback") and said[-1].startswith("ConnectionResetError: ")
 
 
 def test_what_ranks_print_is_handed_on_whole(monkeypatch, capfd):
