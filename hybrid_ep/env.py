@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,6 +146,25 @@ TABLE = {
         ),
     )
 }
+
+# Of the set-up and of the tests, read where this package is not there yet, or is what is tested.
+OUTSIDE = (
+    "HYBRID_EP_CUDA",
+    "HYBRID_EP_PYTHON",
+    "HYBRID_EP_TORCH_INDEX",
+    "HYBRID_EP_TEST_EXAMPLES",
+    "HYBRID_EP_TEST_MATRIX",
+    "HYBRID_EP_TEST_CALLERS",
+)
+
+
+def unknown() -> dict[str, str | None]:
+    """Variables that are set and look like ours, and nothing reads; with the name that may have been meant."""
+    ours = "HYBRID_EP_"  # which all share, so that it makes none alike
+    known = {name.replace(ours, ""): name for name in (*TABLE, *OUTSIDE)}
+    strange = sorted(name for name in os.environ if ours in name and name not in known.values())
+    near = {name: difflib.get_close_matches(name.replace(ours, ""), known, n=1, cutoff=0.55) for name in strange}
+    return {name: known[found[0]] if found else None for name, found in near.items()}
 
 
 def get(name: str) -> Any:

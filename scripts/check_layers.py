@@ -120,15 +120,6 @@ ENVIRONMENT_EXCEPTIONS = {
     "recipes/rank.py": "reads RANK, SLURM_PROCID, MASTER_ADDR and such, names that launchers set",
     "recipes/report.py": "reads TERM and WANDB_MODE, other tools' settings",
 }
-# Variables of the set-up and of the tests, read where hybrid_ep is not there yet.
-OUTSIDE_VARIABLES = {
-    "HYBRID_EP_CUDA",
-    "HYBRID_EP_PYTHON",
-    "HYBRID_EP_TORCH_INDEX",
-    "HYBRID_EP_TEST_EXAMPLES",
-    "HYBRID_EP_TEST_MATRIX",
-    "HYBRID_EP_TEST_CALLERS",
-}
 
 # Tensors that these packages make name their dtype and device.
 MAKERS_OF_TENSORS = ("hybrid_ep/", "megatron_patches/", "recipes/")
@@ -454,7 +445,7 @@ def check(root):
     root = Path(root).resolve()
     files = project_files(root)
     table = root / ENVIRONMENT_MODULE
-    known = OUTSIDE_VARIABLES | set(VARIABLE.findall(table.read_text()) if table.is_file() else ())
+    known = set(VARIABLE.findall(table.read_text()) if table.is_file() else ())
     modules = import_graph.modules_of(files)
     imports = import_graph.edges(modules, root)
     found = [

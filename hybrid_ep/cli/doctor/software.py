@@ -42,9 +42,14 @@ def environment() -> Found:
         except ValueError as error:
             bad = True
             yield FAIL, str(error), f"unset {name} or give it a value of that type"
+    strange = env.unknown()
+    for name, meant in strange.items():
+        remedy = f"write {meant}, or unset it" if meant else "unset it; python -m hybrid_ep.env prints those there are"
+        yield WARN, f"{name} is set, and nothing reads it", remedy
     if not bad:
         given = [f"{name}={env.get(name)}" for name in env.TABLE if env.get(name) != env.TABLE[name].default]
-        yield OK, ", ".join(given) or "no HYBRID_EP_* variable differs from its default"
+        if given or not strange:
+            yield OK, ", ".join(given) or "no HYBRID_EP_* variable differs from its default"
 
 
 def torch() -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import types
@@ -62,6 +63,21 @@ def test_json_has_the_same_findings(monkeypatch, capsys, flags):
     assert said["counts"][FAIL] == 1
     wrong = [f for f in said["findings"] if f["status"] == FAIL]
     assert "HYBRID_EP_TIMEOUT_S='soon'" in wrong[0]["text"] and "unset HYBRID_EP_TIMEOUT_S" in wrong[0]["remedy"]
+
+
+def test_a_misspelt_variable_is_a_warning_with_the_name_that_was_meant(monkeypatch):
+    for name in [name for name in os.environ if "HYBRID_EP_" in name]:
+        monkeypatch.delenv(name)
+    assert one(monkeypatch, "environment", software.environment)[1][0].status == OK
+    monkeypatch.setenv("HYBRID_EP_TIMEOUT", "5")
+    monkeypatch.setenv("HYBRID_EP_QUUX", "5")
+    monkeypatch.setenv("HYBRID_EP_TEST_EXAMPLES", "2")  # the tests' own
+    code, found = one(monkeypatch, "environment", software.environment)
+    assert code == 0 and [f.status for f in found] == [WARN, WARN]
+    assert "HYBRID_EP_QUUX is set" in found[0].text and "python -m hybrid_ep.env" in found[0].remedy
+    assert "HYBRID_EP_TIMEOUT is set" in found[1].text and "write HYBRID_EP_TIMEOUT_S" in found[1].remedy
+    monkeypatch.setenv("HYBRID_EP_SEED", "3")
+    assert one(monkeypatch, "environment", software.environment)[1][-1].text == "HYBRID_EP_SEED=3"
 
 
 @pytest.mark.parametrize("flag", ["--timeout", "--mib"])
