@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
+
+_MOST_SEED = 2**32 - 1
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -19,6 +22,13 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if idle or "default" in (action.help or "") or not action.option_strings:
             return action.help
         return super()._get_help_string(action)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Names in a help, hybrid-ep-blog say, are not broken at their hyphens: they are to be copied."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.indent("\n".join(self._split_lines(text, width - len(indent))), indent)
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,6 +69,17 @@ def one_of(names: Iterable[str], what: str) -> dict[str, Any]:
     """Options of a flag with many choices, which argparse would write without a break into usage and help."""
     names = tuple(names)
     return {"choices": names, "metavar": "NAME", "help": f"{what}: one of {', '.join(names)}"}
+
+
+def seed(text: str) -> int:
+    """The type of --seed, as every generator of random numbers takes it."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= _MOST_SEED:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to {_MOST_SEED}")
+    return value
 
 
 def warn_renamed(old: str, new: str) -> None:

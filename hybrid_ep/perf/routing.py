@@ -6,6 +6,7 @@ busiest rank, since an exchange is over when its last rank is done."""
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -178,9 +179,13 @@ def load_file(path: str, shape: Shape, seed: int = 1) -> np.ndarray:
     if not Path(path).is_file():
         raise ValueError(f"load file {path!r} does not exist; give one number an expert as text, or an .npy array")
     try:
-        table = np.load(path) if path.endswith(".npy") else np.loadtxt(path, ndmin=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a file without numbers, which is an error here
+            table = np.load(path) if path.endswith(".npy") else np.loadtxt(path, ndmin=1)
     except ValueError as error:
         raise ValueError(f"load file {path!r} is neither an .npy array nor numbers as text: {error}") from None
+    if not table.size:
+        raise ValueError(f"load file {path!r} is empty; give {shape.experts} numbers, one an expert")
     return table if table.ndim == 3 else popularity(shape, table.ravel(), seed)
 
 

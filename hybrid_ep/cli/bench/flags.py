@@ -9,7 +9,7 @@ from hybrid_ep.cli.bench import heap
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
 from hybrid_ep.cli.bench.presets import NAMES, SHAPE_DEFAULTS
 from hybrid_ep.cli.bench.routing_spec import RAGGED
-from hybrid_ep.cli.parser import one_of
+from hybrid_ep.cli.parser import one_of, seed
 from hybrid_ep.cli.simulate.request import ENGINES
 from hybrid_ep.perf.crossover import PATHS
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
@@ -52,7 +52,7 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ranks", type=int, help=f"processes to launch, {DEFAULT_RANKS} if not given (ignored where "
                        "RANK is set)")  # fmt: skip
     group.add_argument("--ranks-per-node", type=int, help="ranks of one NVLink domain, all if not given")
-    group.add_argument("--seed", type=int, default=1, help="of rows and routing")
+    group.add_argument("--seed", type=seed, default=1, help="of rows and routing")
 
 
 def _add_run_flags(group: argparse._ArgumentGroup) -> None:

@@ -167,13 +167,14 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str], 
     yield (
         f"# backend {config.backend}  machine: {environment['cpu_model']}, {environment['cores']} cores  "
         f"torch {environment['torch']}  "
-        f"gloo, {environment['threads']} torch thread(s) a rank  commit {environment['commit']}  "
+        f"gloo, {count(environment['threads'], 'torch thread')} a rank  commit {environment['commit']}  "
         f"{environment['date']}  load {environment['load_average'][0]:.1f}  heap {environment['heap']}"
     )
     yield (
         f"# time: API time (call to return, routing metadata and host work included), routing given as "
-        f"{config.route_as}; {REDUCTIONS[config.reduction]} over ranks, then median of {config.iterations} "
-        f"iterations ({config.warmup} warm-up), implementations interleaved{_modes(config)}"
+        f"{config.route_as}; {REDUCTIONS[config.reduction]} over ranks, then median of "
+        f"{count(config.iterations, 'iteration')} ({config.warmup} warm-up), implementations interleaved"
+        f"{_modes(config)}"
     )
     yield from _all_columns(bottleneck, base) if wide else _shown_columns(bottleneck, base)
     yield f"# expected distinct destinations of a token under uniform routing: {spread}"

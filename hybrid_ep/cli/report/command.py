@@ -68,6 +68,8 @@ def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str,
 def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str, str]:
     if not all(n >= 1 for n in args.gpus):
         raise UsageError(f"--gpus {','.join(map(str, args.gpus))}: every one must be at least 1")
+    if twice := [n for n in args.gpus if args.gpus.count(n) > 1]:
+        raise UsageError(f"--gpus {','.join(map(str, args.gpus))}: names {twice[0]} twice; give each size once")
     job = job_flags.from_flags(args, args.simulate, min(args.gpus))
     tables = {mode: scaling.predict(job, args.gpus, mode) for mode in modes}
     print("# SIMULATED: predictions of hybrid_ep's step model, not measurements (docs/performance_model.md)")

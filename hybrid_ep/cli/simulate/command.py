@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs
+from hybrid_ep.cli.parser import seed
 from hybrid_ep.cli.simulate import advise, job, latency, move, report, sweep
 from hybrid_ep.cli.simulate.request import ENGINES, KERNELS, Request
 from hybrid_ep.hardware import clusters
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--routing", default="uniform", help="uniform, zipf:A or file:PATH")
     what.add_argument("--load", metavar="FILE", help="tokens per expert as text or .npy, or choices .npy "
                       "[ranks, tokens, topk]; the same as --routing file:FILE")  # fmt: skip
-    what.add_argument("--seed", type=int, default=1, help="of drawn routing")
+    what.add_argument("--seed", type=seed, default=1, help="of drawn routing")
     how = parser.add_argument_group("how")
     how.add_argument("--num-sms", type=int, default=0, help="SMs of each operation; 0 = as suggested")
     how.add_argument("--chunk", type=int, default=HYBRID_EP.chunk, help="rows of a rail message")

@@ -12,7 +12,7 @@ from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch, names, outputs
 from hybrid_ep.cli.bench.config import BACKENDS, check_environment, make_config
 from hybrid_ep.cli.bench.flags import DTYPES, int_list
-from hybrid_ep.cli.parser import Parser
+from hybrid_ep.cli.parser import Parser, seed
 from hybrid_ep.cli.tune import report
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--topk", type=int, default=8, help="experts of a token")
     what.add_argument("--experts", type=int, help="of the whole group; 256 if not given, of host 64")
     what.add_argument("--dtype", choices=DTYPES, default="bf16", help="of dispatched rows")
-    what.add_argument("--seed", type=int, default=1, help="of rows and routing")
+    what.add_argument("--seed", type=seed, default=1, help="of rows and routing")
     how = parser.add_argument_group("how")
     how.add_argument("--num-sms", type=int_list, help=f"to try: {_list(_GPU_SMS)} if not given, of host "
                      f"{_list(_HOST_SMS)}")  # fmt: skip

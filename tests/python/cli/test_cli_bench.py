@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hybrid_ep import traffic
 from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, EXIT_WRONG, build_parser, launch, main
-from hybrid_ep.cli.bench import checks, config, report, rows
+from hybrid_ep.cli.bench import checks, config, environment, report, rows
 from hybrid_ep.cli.bench.ledger import build_ledger, expected_groups
 from hybrid_ep.cli.bench.routing import Routing, RoutingSpec, generate, token_counts
 from hybrid_ep.cli.bench.routing_spec import parse_routing
@@ -191,6 +191,14 @@ def test_statistics():
     assert [report.reduce_ranks(samples, how) for how in range(4)] == [
         [1.0, 2.0], [2.0, 1.5], [1.0, 1.0], [3.0, 2.0]
     ]  # fmt: skip
+
+
+def test_one_thread_and_one_iteration_are_said_in_the_singular():
+    described = environment.describe() | {"heap": "default", "threads": 1}
+    said = " ".join(report.header_lines(config_of("-n", "1"), described, ["hybrid_ep"], False))
+    assert ", 1 torch thread a rank" in said and "median of 1 iteration (" in said
+    said = " ".join(report.header_lines(config_of(), described | {"threads": 2}, ["hybrid_ep"], False))
+    assert ", 2 torch threads a rank" in said and "median of 10 iterations (" in said
 
 
 # -- flags --------------------------------------------------------------------------------------------------

@@ -132,6 +132,13 @@ def test_help_fits_the_columns_of_a_terminal(command, monkeypatch):
             assert "gb200_nvl72" in " ".join(said.split())
 
 
+@pytest.mark.parametrize("columns", range(60, 140, 8))
+def test_names_in_a_help_are_not_broken_at_hyphens(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    said = cli.build_parser("bench")._subparsers._group_actions[0].choices["bench"].format_help()
+    assert {"hybrid-ep-blog,", "hybrid-ep-blog-h100-8,", "hybrid-ep-blog-gb200-36"} <= {*said.split()}
+
+
 def test_ctrl_c_ends_with_one_line_and_130(monkeypatch, capsys):
     def interrupted(args, argv):
         raise KeyboardInterrupt

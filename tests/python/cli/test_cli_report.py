@@ -147,6 +147,7 @@ def test_a_picture_says_ranks_of_cpus_and_hides_no_line(tmp_path, monkeypatch, c
         (["x", "--skip", "-1"], "--skip -1"),
         (["x", "--json", "/nowhere/x"], "no such folder"),
         (["--simulate", "qwen3_30b_a3b", "--gpus", "0"], "--gpus 0"),
+        (["--simulate", "qwen3_30b_a3b", "--gpus", "64,8,64"], "--gpus 64,8,64: names 64 twice"),
         (["--simulate", "qwen3_30b_a3b", "--gpus", "12"], "gpus=12"),
         (["--simulate", "qwen3_30b_a3b", "--ep", "7"], "ep=7"),
         (["--simulate", "qwen3_30b_a3b", "--micro-batches", "0"], "--micro-batches 0"),

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import warnings
 
 import pytest
 
@@ -152,6 +153,7 @@ def test_sources(capsys):
         (["--routing", "hot"], "routing='hot'"),
         (["--chunk", "0"], "chunk=0"),
         (["--load", "/nowhere"], "does not exist"),
+        (["--seed", "-1", "--routing", "zipf:1"], "--seed: '-1' is not an integer from 0"),
         (["--trace", "/nowhere/t.json"], "no such folder"),
         (["--load", "x", "--routing", "zipf:1"], "one of them"),
         (["--recommend", "mixtral_8x7b"], "--gpus"),
@@ -171,6 +173,15 @@ def test_bad_input_is_one_sentence(flags, word, capsys):
     assert code == EXIT_USAGE
     error = capsys.readouterr().err
     assert word in error and "Traceback" not in error and error.count("\n") == 1
+
+
+def test_an_empty_load_file_is_one_sentence(capsys, tmp_path):
+    (tmp_path / "load").write_text("# no number\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main([*SMALL, "--load", str(tmp_path / "load")]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert f"load file '{tmp_path / 'load'}' is empty; give 8 numbers" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("gpus", [8, 99999])
