@@ -376,7 +376,7 @@ def _kernels_by_events(c: Condition, rows: list[Row]) -> dict[tuple[str, int], f
         return {}
     if events.rows(_shape(c)) > events.QUICK_ROWS:
         return {}
-    say(f"simulating {c.name} by the event engine, some ten seconds")
+    say(f"simulating {c.name} by the event engine, some ten seconds", 10.0)
     cluster = clusters.get(c.cluster)
     got = events.measure(_shape(c), cluster, num_sms=c.num_sms)
     return {(op, c.num_sms): got.kernel_us[op] + _skew_us(_shape(c), cluster) for op in model.OPS}

@@ -72,7 +72,8 @@ def numbers(request: Request) -> tuple[dict[str, dict[str, Any]], str, str]:
     found = {op: as_dict(_predict(request, op)) for op in model.OPS}
     if engine == "events":
         rows = min(events.rows(request.shape), 2 * events.ROW_BUDGET)
-        say(f"simulating about {rows:,} rows, roughly {rows / _ROWS_A_SECOND:.0f} s of a free core")
+        seconds = rows / _ROWS_A_SECOND
+        say(f"simulating about {rows:,} rows, roughly {seconds:.0f} s of a free core", seconds)
         got = events.measure(
             request.shape,
             request.cluster,

@@ -183,6 +183,43 @@ def test_progress_is_a_bar_on_a_terminal_and_nothing_elsewhere(monkeypatch):
         assert ("layouts" in stream.getvalue() and "5/5" in stream.getvalue()) == shown == ("more" in stream.getvalue())
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(items, seconds): the items, each of which takes as long as said."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+
+    def each(watched, seconds):
+        for _, takes in zip(watched, seconds, strict=True):
+            now[0] += takes
+
+    return each
+
+
+@pytest.mark.parametrize("seconds, said", [
+    ([2.0, *[0.25] * 40], "hybrid-ep: layouts: 5 of 41 done in 3 s; at this pace 9 s more\n"),
+    ([0.5] * 1000, "hybrid-ep: layouts: 20 of 1000 done in 10 s; at this pace 490 s more\n"),
+    ([2.0, *[0.01] * 99], ""),  # the first alone is slow
+    ([6.0, 6.0], "hybrid-ep: layouts: 1 of 2 done in 6 s; at this pace 6 s more\n"),
+    ([0.1, 9.0], ""),  # and now it is too late
+])  # fmt: skip
+def test_what_takes_long_is_one_line_where_there_is_no_terminal(seconds, said, clock, monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    clock(progress.track(seconds, "layouts"), seconds)
+    assert stream.getvalue() == said
+    progress.say("simulating, 4 s", 4.0)
+    progress.say("simulating, 6 s", 6.0)
+    assert stream.getvalue() == said + "hybrid-ep: simulating, 6 s\n"
+
+
+def test_a_bar_is_drawn_five_times_a_second_at_most(clock, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    seconds = [0.01] * 300
+    clock(progress.track(seconds, "layouts"), seconds)
+    assert 10 <= stream.getvalue().count("layouts") <= 3.0 / 0.2 + 2  # the first and the last besides
+
+
 def test_without_rich_the_bar_is_said_to_be_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setattr("sys.stderr", stream := Terminal())
