@@ -10,19 +10,18 @@ head -1`).
 
 from __future__ import annotations
 
-import argparse
+# A Ctrl-C before main() runs is a traceback: the rest is imported in functions.
 import errno
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybrid_ep import __version__
-from hybrid_ep.cli.parser import Parser
+
+if TYPE_CHECKING:
+    import argparse
 
 EXIT_OK, EXIT_WRONG, EXIT_USAGE, EXIT_FAILED = 0, 1, 2, 3
 EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
@@ -69,7 +68,9 @@ COMMANDS = {
 
 def commands() -> dict[str, Command]:
     """COMMANDS and those of other packages: entry points of the group hybrid_ep.commands, not imported."""
-    others = importlib.metadata.entry_points(group="hybrid_ep.commands")
+    from importlib.metadata import entry_points
+
+    others = entry_points(group="hybrid_ep.commands")
     return {**{e.name: Command(e.value) for e in others}, **COMMANDS}
 
 
@@ -77,9 +78,11 @@ def declared_summary(module: str) -> str:
     """A module's SUMMARY, read from its file: to import it for a line of --help can cost seconds (torch). What it
     lacks is said in its place."""
     import ast
+    from importlib.util import find_spec
+    from pathlib import Path
 
     package, *inner = module.split(".")
-    spec = importlib.util.find_spec(package)  # of a top-level name: nothing is imported
+    spec = find_spec(package)  # of a top-level name: nothing is imported
     if spec is None:
         return f"{module}: not installed"
     if inner:
@@ -100,6 +103,8 @@ def declared_summary(module: str) -> str:
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser with the flags of subcommand `only` (the others appear by name and summary alone)."""
+    from hybrid_ep.cli.parser import Parser
+
     parser = Parser(prog="hybrid-ep", description="Expert-parallel dispatch and combine.")
     parser.add_argument("--version", action="version", version=f"hybrid-ep {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

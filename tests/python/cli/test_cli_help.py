@@ -25,7 +25,7 @@ def plug_ins(monkeypatch, tmp_path):
             file.parent.mkdir(exist_ok=True)
             file.write_text(f"{source}\nraise SystemExit('imported')\n")
         found = [EntryPoint(name, name.replace("__", "."), "hybrid_ep.commands") for name in sources]
-        monkeypatch.setattr(cli.importlib.metadata, "entry_points", lambda group: found)
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found)
 
     return add
 
@@ -137,6 +137,14 @@ def test_names_in_a_help_are_not_broken_at_hyphens(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     said = cli.build_parser("bench")._subparsers._group_actions[0].choices["bench"].format_help()
     assert {"hybrid-ep-blog,", "hybrid-ep-blog-h100-8,", "hybrid-ep-blog-gb200-36"} <= {*said.split()}
+
+
+def test_little_is_imported_before_main_which_answers_ctrl_c():
+    program = "import sys; old = {*sys.modules}; import hybrid_ep.cli; print(*{*sys.modules} - old)"
+    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, text=True, capture_output=True, check=True,
+                          timeout=60)  # fmt: skip
+    found = {*done.stdout.split()}
+    assert "hybrid_ep.cli" in found and not found & {"argparse", "importlib.metadata", "pathlib", "re"}, found
 
 
 def test_ctrl_c_ends_with_one_line_and_130(monkeypatch, capsys):
