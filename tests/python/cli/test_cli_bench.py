@@ -201,6 +201,14 @@ def test_one_thread_and_one_iteration_are_said_in_the_singular():
     assert ", 2 torch threads a rank" in said and "median of 10 iterations (" in said
 
 
+def test_the_documented_run_has_today_s_header():
+    asked = config_of("-b", "256", "-e", "1024", "-f", "4", "-n", "5", "-w", "1")
+    lines = report.header_lines(asked, environment.describe() | {"heap": "default"}, ["hybrid_ep"], False)
+    same = [line for line in lines if not line.startswith(("# hybrid-ep bench", "# backend"))]  # release and machine
+    shown = (REPOSITORY / "docs" / "benchmark.md").read_text()
+    assert len(same) > 4 and [line for line in same if report.fitted(line, False) not in shown] == []
+
+
 # -- flags --------------------------------------------------------------------------------------------------
 
 

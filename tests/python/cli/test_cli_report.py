@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +160,13 @@ def test_bad_input_costs_one_sentence(flags, words, capsys):
     assert main(["report", "scaling", *flags]) == EXIT_USAGE
     said = capsys.readouterr().err.strip()
     assert said.startswith("hybrid-ep report: ") and "\n" not in said and words in said
+
+
+def test_the_documentation_names_the_columns():
+    page = (Path(__file__).parents[3] / "docs" / "benchmark.md").read_text()
+    columns = page.partition("\nColumns: ")[2].partition("From runs")[0]
+    titles = "nodes", "GPUs", "tokens a step", "seconds", "tokens/s/GPU", "TFLOP/s", "speed-up", "efficiency", "memory"
+    assert [title for title in titles if title not in columns] == []
 
 
 def test_runs_that_cannot_be_compared_are_named(tmp_path, capsys):
