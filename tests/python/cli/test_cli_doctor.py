@@ -78,6 +78,11 @@ def test_a_misspelt_variable_is_a_warning_with_the_name_that_was_meant(monkeypat
     assert "HYBRID_EP_TIMEOUT is set" in found[1].text and "write HYBRID_EP_TIMEOUT_S" in found[1].remedy
     monkeypatch.setenv("HYBRID_EP_SEED", "3")
     assert one(monkeypatch, "environment", software.environment)[1][-1].text == "HYBRID_EP_SEED=3"
+    for name in ("HYBRID_EP_TIMEOUT", "HYBRID_EP_QUUX", "HYBRID_EP_SEED"):  # as the remedies say
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HYBRID_EP_TIMEOUT_S", "5")
+    found = one(monkeypatch, "environment", software.environment)[1]
+    assert [(f.status, f.text) for f in found] == [(OK, "HYBRID_EP_TIMEOUT_S=5.0")]
 
 
 @pytest.mark.parametrize("flag", ["--timeout", "--mib"])

@@ -32,6 +32,8 @@ DONE = {
     # of the doctor
     r"machine.py: registered buffers live there": RUN + "test_dev_shm_is_enlarged_by_the_doctor_s_own_command",
     r"machine.py: find ": RUN + "test_segments_of_killed_jobs_are_removed_by_the_doctor_s_own_command",
+    r"software.py: write X, or unset": "cli/test_cli_doctor.py::"
+    "test_a_misspelt_variable_is_a_warning_with_the_name_that_was_meant",
     r"software.py: unset ": RUN + "test_a_variable_that_is_unset_is_right_again",
     # of the troubleshooting page
     r"ValueError: an argument's name": FEATURES + "test_a_budget_that_is_too_small_raises_on_every_rank_alike",
