@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.parser import warn_renamed
 
 STDOUT = "-"
+WIDTH = 120
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -96,6 +98,13 @@ def _nearest(path: Path) -> Path:
     while not there.exists() and there != there.parent:
         there = there.parent
     return there
+
+
+def wrapped(line: str) -> str:
+    """A # line broken at 120 columns."""
+    return "\n".join(
+        textwrap.wrap(line, WIDTH, subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False)
+    )
 
 
 def picture(folder: str, name: str) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,9 @@ from hybrid_ep.cli.bench.config import Config
 from hybrid_ep.cli.bench.ledger import STAGES, expected_groups
 from hybrid_ep.cli.bench.memcpy import DEFAULT_BYTES
 from hybrid_ep.cli.bench.session import MEMCPY, CaseResult
-from hybrid_ep.cli.outputs import count
+from hybrid_ep.cli.outputs import WIDTH, count, wrapped
 from hybrid_ep.perf import crossover
 
-_NARROW = 120
 # Left out without --wide: what the others and the JSON imply.
 _ONLY_WIDE = {"size", "t_min", "t_p99", "algbw", "rail", "node"}
 THROUGHPUT, LINES = "hybrid_ep", "hybrid_ep-latency"  # implementations: the two paths
@@ -131,11 +129,9 @@ def _row(
 
 def fitted(line: str, wide: bool) -> str:
     """A # line broken at 120 columns unless wide; lines of the table as they are."""
-    if wide or not line.startswith("# ") or len(line) <= _NARROW or line == _titles(False):
+    if wide or not line.startswith("# ") or len(line) <= WIDTH or line == _titles(False):
         return line
-    return "\n".join(
-        textwrap.wrap(line, _NARROW, subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False)
-    )
+    return wrapped(line)
 
 
 def _columns(wide: bool) -> list[tuple[int, str, int, str]]:
