@@ -60,8 +60,9 @@ def predict(run: ClusterRun) -> str:
             training.said_of(job),
             *_of_launches(run, step),
             *_side_by_side(run, job),
-            f"the same by another verb: {command_of(job)}",
-            f"among other layouts: {command_of(job, 'simulate --recommend')}",
+            f"the same by another verb: {command_of(job, recompute=run.recompute)}",
+            f"among other layouts: {command_of(job, 'simulate --recommend', run.recompute)}",
+            f"memory there: {recommend.STATE_HOLDS}, of an average pipeline stage",
             f"those of them that fit: hybrid-ep launch {run.recipe} --cluster {run.hardware.name} --layouts, with the "
             "same --set",
         ]

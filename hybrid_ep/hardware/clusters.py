@@ -85,6 +85,11 @@ class Gpu:
         return self.load_bytes_per_clock.value * self.clock_ghz.value
 
     @property
+    def has_mxfp8(self) -> bool:
+        """Whether tensor cores multiply mxfp8, which came with Blackwell."""
+        return self.generation != "hopper"
+
+    @property
     def nvlink_rate(self) -> float:
         """GB/s of payload that stores of SMs have been seen to reach."""
         return self.nvlink_gb_per_s.value * self.nvlink_efficiency.value

@@ -5,6 +5,7 @@ SMs are the fewest within 5 % of the fastest exchange: what an exchange does not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,11 @@ _CHUNKS = (16, 32, 64, 128)
 _SMS_WITHIN, _CHUNK_WITHIN = 1.05, 1.02  # of the fastest
 _TUNED_TOKENS = 8192  # with more the fewest SMs are the same, and a prediction takes longer
 _MEMORY_SHARE = 0.7  # of HBM for weights, gradients, optimizer; activations and buffers take the rest
+# Bytes a parameter. Transformer Engine keeps 8-bit weights and their transposes beside the bf16 ones; with mxfp8 they
+# are all that is kept, as in NVIDIA's mixed-precision recipes. Gradients, master weights and moments are fp32.
+_WEIGHT_BYTES = {"bf16": 2, "fp8": 4, "mxfp8": 2}
+_GRADIENT_BYTES, _OPTIMIZER_BYTES = 4, 12
+STATE_HOLDS = "weights, gradients and optimizer state (moments in fp32), without activations and buffers"
 _PP = (1, 2, 4, 8, 16, 32)
 _BATCHES = 8  # micro-batches a GPU and step, the same global batch for every plan
 
@@ -100,12 +106,33 @@ def _exchange(shape: Shape, cluster_name: str, dtype: str, traffic: Traffic, num
     )
 
 
-def state_gb(m: MoeModel, gpus: int, ep: int, pp: int) -> float:
-    """Weights bf16 and gradients fp32 of a rank, and its share of a distributed optimizer (12 bytes a parameter)."""
-    experts = m.routed_params / (ep * pp)
-    dense = (m.total * 1e9 - m.routed_params) / pp
-    sharded = 12 * (experts / (gpus / (ep * pp)) + dense / (gpus / pp))
-    return (6 * (experts + dense) + sharded) / 1e9
+def state_gb(job: Job) -> float:
+    """What `STATE_HOLDS` names, on a rank of an average pipeline stage."""
+    return sum(_state_gb(job))
+
+
+def _state_gb(job: Job) -> tuple[float, float]:
+    """(what no number of GPUs makes less: weights and gradients; a share of the optimizer)."""
+    kept = sum(job.rank_params)
+    replicas = job.gpus // (job.pp * job.tensor), job.gpus // (job.ep * job.pp)
+    sharded = sum(params / n for params, n in zip(job.rank_params, replicas, strict=True))
+    return (_WEIGHT_BYTES[job.dtype] + _GRADIENT_BYTES) * kept / 1e9, _OPTIMIZER_BYTES * sharded / 1e9
+
+
+def fits(job: Job) -> bool:
+    """Whether the state alone leaves a GPU any of its memory."""
+    return state_gb(job) <= job.cluster.gpu.hbm_gb.value
+
+
+def fewest_gpus(job: Job) -> int | None:
+    """Of the same layout, that hold its state: more of them share the optimizer. None where weights and gradients are
+    too much already."""
+    kept, sharded = _state_gb(job)
+    room = job.cluster.gpu.hbm_gb.value - kept
+    if room <= 0:
+        return None
+    step_of = math.lcm(job.ep * job.pp, job.tensor * job.pp)
+    return max(1, math.ceil(sharded * job.gpus / room / step_of)) * step_of
 
 
 def candidates(m: MoeModel, cluster: Cluster, gpus: int) -> Iterator[tuple[int, int]]:
@@ -134,19 +161,17 @@ def recommend(
     if gpus < 1:
         raise ValueError(f"gpus={gpus} must be at least 1")
     room = cluster.gpu.hbm_gb.value * _MEMORY_SHARE
-    sizes = {(ep, pp): state_gb(m, gpus, ep, pp) for ep, pp in candidates(m, cluster, gpus)}
-    fitting = {key: gb for key, gb in sizes.items() if gb <= room}
+    of_the_job |= {"tokens": tokens, "overlap": overlap}
+    jobs = [job_of(m, cluster, gpus, ep, pp, **of_the_job) for ep, pp in candidates(m, cluster, gpus)]
+    sizes = [state_gb(job) for job in jobs]
+    fitting = [(job, gb) for job, gb in zip(jobs, sizes, strict=True) if gb <= room]
     if not fitting:
-        smallest = min(sizes.values(), default=float("inf"))
+        smallest = min(sizes, default=float("inf"))
         raise ValueError(
             f"gpus={gpus}: no EP x PP of {m.name} fits; a rank needs {smallest:.0f} GB or more of state "
             f"and has {room:.0f} GB ({_MEMORY_SHARE:.0%} of {cluster.gpu.hbm_gb.value:.0f}); take more"
         )
-    plans = [
-        plan
-        for (ep, pp), gb in watch(fitting.items())
-        for plan in _plans(job_of(m, cluster, gpus, ep, pp, tokens=tokens, overlap=overlap, **of_the_job), gb)
-    ]
+    plans = [plan for job, gb in watch(fitting) for plan in _plans(job, gb)]
     plans.sort(key=lambda p: p.step_seconds)
     kept: list[Plan] = []
     for plan in plans:  # a runner-up differs in something that matters

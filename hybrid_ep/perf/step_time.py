@@ -98,6 +98,8 @@ class Job:
         for name, known in (("dispatcher", DISPATCHERS), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
+        if self.dtype == "mxfp8" and not self.cluster.gpu.has_mxfp8:
+            raise ValueError(f"dtype='mxfp8': {self.cluster.gpu.name} has no mxfp8 tensor cores; use fp8 or bf16")
         if self.mtp < 0:
             raise ValueError(f"mtp_layers={self.mtp_layers} must be at least 0")
         if self.layout:
@@ -141,14 +143,20 @@ class Job:
         backward = _exchange(self.shape, self.cluster.name, self.dispatcher, self.num_sms, "bf16", cached=True)
         return (forward + (QUANTISE_US if self.dispatch_dtype != "bf16" else 0.0) + backward) / 2
 
+    @property
+    def rank_params(self) -> tuple[float, float]:
+        """Parameters on a rank of an average pipeline stage, multi-token prediction included: what tensor ranks share,
+        and of routed experts, which they do not."""
+        m = self.model
+        dense = m.total * 1e9 - m.routed_params + self.mtp * (m.moe_layer_params + m.mtp_params)
+        experts = m.routed_params * (1 + self.mtp / m.moe_layers)
+        return dense / (self.pp * self.tensor), experts / (self.ep * self.pp)
+
     @cached_property
     def gradient_us(self) -> float:
         """Gradients reduce-scattered in fp32 and weights gathered in bf16 over the replicas, by the slower link,
         microseconds."""
-        m = self.model
-        dense = m.total * 1e9 - m.routed_params + self.mtp * (m.moe_layer_params + m.mtp_params)
-        experts = m.routed_params * (1 + self.mtp / m.moe_layers) / (self.ep * self.pp)
-        dense = dense / (self.pp * self.tensor)
+        dense, experts = self.rank_params
         rate = self.cluster.nic.rate if self.gpus > self.cluster.ranks_per_node else self.cluster.gpu.nvlink_rate
         over = (dense, self.gpus // (self.pp * self.tensor)), (experts, self.gpus // (self.ep * self.pp))
         return sum(6 * params * (1 - 1 / n) for params, n in over) / (rate * 1e3)

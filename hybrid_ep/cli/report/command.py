@@ -9,7 +9,7 @@ from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs
 from hybrid_ep.cli.bench.flags import int_list
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.cli.simulate import job as job_flags
-from hybrid_ep.perf import models, step_time, training
+from hybrid_ep.perf import models, recommend, step_time, training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str
         f"# {args.simulate} on {job.cluster.name}: {job.cluster.summary}; EP {job.ep}  PP {job.pp} x "
         f"{job.virtual_pp}  TP {job.tensor}  {job.tokens} tokens a micro-batch  {job.dtype}, recompute "
         f"{names.said_of_recompute(args.recompute)}  {args.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} "
-        f"SMs, {job.overlap:.0%} hidden; memory: weights, gradients, optimizer alone"
+        f"SMs, {job.overlap:.0%} hidden; memory: {recommend.STATE_HOLDS}"
     )
     for line in (step_time.said_of_compute(job), *training.said_of(job).splitlines()):
         print(f"# {line}")

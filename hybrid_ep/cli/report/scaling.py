@@ -168,7 +168,7 @@ def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
                 n,
                 tokens,
                 seconds,
-                1e9 * state_gb(job.model, n, job.ep, job.pp),
+                1e9 * state_gb(at),
                 job.model.train_flops_per_token(job.sequence, job.mtp),
             )
         )

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         "overlap": args.overlap,
         "sequence": args.sequence,
     }
-    _check_gpus(model, cluster, args.gpus)
+    job_flags.check_precision(args)
+    _check_gpus(model, cluster, args.gpus, args.precision)
     plans = recommend.recommend(model, cluster, args.gpus, watch=functools.partial(track, what="layouts"), **job)
     print(
         f"# {model.name} on {args.gpus} x {cluster.gpu.name} ({cluster.name}), {args.tokens} tokens a rank and "
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
             num_sms=best.num_sms or 1,
             dispatch_dtype=best.dispatch_dtype,
         )
-        print(f"# the first by another verb: {command_of(asked)}")
+        print(f"# the first by another verb: {command_of(asked, recompute=args.recompute)}")
+    print(f"# state GB: {recommend.STATE_HOLDS}, which hybrid-ep launch counts too; weights that move: two layers more")
     sure = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, **job)
     print(f"# tokens/s/GPU with {step_time.said_of_compute(sure)}; differences between plans mean more than the number")
     for line in training.said_of(own or sure).splitlines():
@@ -81,14 +83,14 @@ class _Fits(Exception):
     """There is a layout, and none need be timed."""
 
 
-def _fits(model: MoeModel, cluster: Cluster, gpus: int) -> str:
+def _fits(model: MoeModel, cluster: Cluster, gpus: int, precision: str) -> str:
     """Why no layout fits so many GPUs; empty where one does."""
 
     def seen(_layouts: Iterable[Any]) -> NoReturn:
         raise _Fits
 
     try:
-        recommend.recommend(model, cluster, gpus, watch=seen)
+        recommend.recommend(model, cluster, gpus, watch=seen, dtype=precision)
     except _Fits:
         return ""
     except ValueError as error:
@@ -96,17 +98,19 @@ def _fits(model: MoeModel, cluster: Cluster, gpus: int) -> str:
     return ""
 
 
-def _check_gpus(model: MoeModel, cluster: Cluster, gpus: int) -> None:
+def _check_gpus(model: MoeModel, cluster: Cluster, gpus: int, precision: str) -> None:
     """ValueError with the nearest numbers of GPUs that a layout fits: more of them is no remedy where EP x PP does not
     divide them."""
     if gpus < 1:
         raise ValueError(f"--gpus {gpus}: must be at least 1")
-    if not (reason := _fits(model, cluster, gpus)):
+    if not (reason := _fits(model, cluster, gpus, precision)):
         return
     at = gpus - gpus % _GPUS_OF_A_HOST
     down = range(at - (at == gpus) * _GPUS_OF_A_HOST, 0, -_GPUS_OF_A_HOST)
     up = range(at + _GPUS_OF_A_HOST, at + _TRIED * _GPUS_OF_A_HOST, _GPUS_OF_A_HOST)
-    nearest = [next((n for n in numbers[:_TRIED] if not _fits(model, cluster, n)), None) for numbers in (down, up)]
+    nearest = [
+        next((n for n in numbers[:_TRIED] if not _fits(model, cluster, n, precision)), None) for numbers in (down, up)
+    ]
     fitting = " or ".join(f"--gpus {n}" for n in nearest if n)
     remedy = f"give {fitting}, the nearest that fit" if fitting else "give a --cluster with more memory"
     raise ValueError(f"{reason.removesuffix('; take more')}; EP x PP must divide the GPUs: {remedy}")
@@ -142,8 +146,13 @@ def _yours(job: step_time.Job, best: Plan) -> dict[str, Any]:
     print(
         f"yours {job.ep:2d} {job.pp:3d} {job.shape.ranks_per_node:11d} {sms:>4} {'-':>6}  {job.dispatch_dtype:<6} "
         f"{'tokens':<8} {got.exchange_us:11.0f} {got.tokens_per_s_per_gpu:13.0f} "
-        f"{recommend.state_gb(job.model, job.gpus, job.ep, job.pp):9.1f}  {slower:+.1%} step time, "
+        f"{recommend.state_gb(job):9.1f}  {slower:+.1%} step time, "
         f"{got.seconds:.2f} s with {names.dispatcher(job.dispatcher)}, TP {job.tensor}, "
         f"virtual stages {job.virtual_pp}, micro-batches {job.micro_batches}"
     )
-    return {"step_s": got.seconds, "tokens_per_s_per_gpu": got.tokens_per_s_per_gpu, "exchange_us": got.exchange_us}
+    return {
+        "step_s": got.seconds,
+        "tokens_per_s_per_gpu": got.tokens_per_s_per_gpu,
+        "exchange_us": got.exchange_us,
+        "state_gb": recommend.state_gb(job),
+    }

@@ -81,6 +81,13 @@ def add_flags(add: Any, of: str, besides: Collection[str] = ()) -> None:
             add(flag, type=kind, default=default, metavar=metavar, help=f"of {of}: {what}")
 
 
+def check_precision(args: argparse.Namespace) -> None:
+    """UsageError where the cluster's GPUs have no such GEMMs: said before a search for what fits."""
+    gpu = clusters.get(args.cluster).gpu
+    if args.precision == "mxfp8" and not gpu.has_mxfp8:
+        raise UsageError(f"--precision mxfp8: {gpu.name} has no mxfp8 tensor cores; give --precision fp8 or bf16")
+
+
 def from_flags(args: argparse.Namespace, model: str, gpus: int) -> Job:
     """Without --num-sms with the SMs that the model would take. UsageError or ValueError names flag or argument, value
     and remedy."""
@@ -89,6 +96,7 @@ def from_flags(args: argparse.Namespace, model: str, gpus: int) -> Job:
         least = min(default, 1)
         if kind is int and given[field] < least:
             raise UsageError(f"{flag} {given[field]}: must be at least {least}")
+    check_precision(args)
     given["recompute"] = names.modelled_recompute(given["recompute"])
     given["dispatcher"] = names.modelled_dispatcher(given["dispatcher"])
     given["num_sms"] = given["num_sms"] or 1
@@ -101,14 +109,14 @@ def given(args: argparse.Namespace, flags: Collection[str]) -> list[str]:
     return [flag for flag in flags if getattr(args, flag[2:].replace("-", "_")) != _FIELDS[flag][1]]
 
 
-def command_of(job: Job, verb: str = "report scaling --simulate") -> str:
+def command_of(job: Job, verb: str = "report scaling --simulate", recompute: str | None = None) -> str:
     """The command whose first row is this job's step, or with "simulate --recommend" whose row "yours" is; flags at
-    their defaults are left out."""
+    their defaults are left out. recompute: as it was given, where that is more than the step model counts."""
     words = [f"hybrid-ep {verb} {job.model.name} --cluster {job.cluster.name} --gpus {job.gpus}"]
     if verb == _ADVICE:
         words.append(f"--ep {job.ep} --num-sms {job.num_sms}")
     for flag, (field, default) in _FIELDS.items():
-        value = getattr(job, field)
+        value = recompute if flag == "--recompute" and recompute else getattr(job, field)
         if value != default and not (verb == _ADVICE and flag in ("--ep", "--num-sms")):
             value = names.dispatcher(value) if flag == "--dispatcher" else value
             words.append(f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {shlex.quote(str(value))}")

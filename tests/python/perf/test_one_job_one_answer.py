@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_ep import cli
 from hybrid_ep.perf import recommend, step_time
-from recipes import CLUSTER_RECIPES, cluster_summary
+from recipes import CLUSTER_RECIPES, cluster_summary, memory
 from recipes.hardware import HARDWARE
 
 VARIANTS = [(name, hardware) for name in CLUSTER_RECIPES for hardware in HARDWARE]
@@ -46,10 +46,44 @@ def test_launch_report_and_recommend_agree(name, hardware, tmp_path, capsys, mon
     row = reported(line_of(said, "the same by another verb: "), tmp_path)
     yours = answered(line_of(said, "among other layouts: "), "simulate --recommend", tmp_path)["yours"]
     assert yours["step_s"] == row["step_s"] and yours["tokens_per_s_per_gpu"] == row["tokens_per_s_per_gpu"]
+    assert row["memory_bytes"] == 1e9 * yours["state_gb"]
     assert f"{row['step_s']:.2f} s with " in capsys.readouterr().out
     assert row["step_s"] == step_time.step(cluster_summary.job_of(run)).seconds
     assert f"step time: {row['step_s']:.2f} s" in said
     assert row["tokens_per_step"] == pytest.approx(run.global_batch_size * run.seq_length)
+
+
+@pytest.mark.parametrize("change", [{}, {"tensor": 2}, {"tensor": 8}, {"precision": "fp8"}, {"precision": "mxfp8"}])
+def test_memory_of_state_is_what_launch_counts(change):
+    """One pipeline stage, so that the fullest is the average one."""
+    run = CLUSTER_RECIPES["qwen3_30b_a3b"]("b200_8x400g").derive(pipeline=1, virtual_pipeline=1, **change)
+    need = memory.per_gpu(run)
+    launched = (need.weights + need.gradients + need.optimizer) / 1e9
+    assert recommend.state_gb(cluster_summary.job_of(run)) == pytest.approx(launched, rel=0.02)
+
+
+def test_recompute_that_counts_as_nothing_is_said_all_the_same(tmp_path, capsys):
+    run = CLUSTER_RECIPES["deepseek_v3"]("h100_8x400g")
+    said = cluster_summary.predict(run)
+    assert run.recompute == "selective" and recommend.STATE_HOLDS in said
+    for start in ("the same by another verb: ", "among other layouts: "):
+        assert "--recompute selective" in line_of(said, start)
+    assert (
+        reported(line_of(said, "the same by"), tmp_path)["step_s"]
+        == step_time.step(cluster_summary.job_of(run)).seconds
+    )
+    out = capsys.readouterr().out
+    assert "recompute selective (counted: none)" in out and recommend.STATE_HOLDS.split(",")[0] in out
+
+
+@pytest.mark.parametrize("verb", ["report scaling --simulate", "simulate --recommend"])
+def test_hopper_has_no_mxfp8_in_any_verb(verb, capsys):
+    for ep in ([], ["--ep", "8"]):
+        asked = [*verb.split(), "qwen3_30b_a3b", "--gpus", "64", "--precision", "mxfp8", *ep]
+        assert cli.main(asked) == cli.EXIT_USAGE
+        said = capsys.readouterr().err
+        assert "--precision mxfp8: H100 SXM5 has no mxfp8 tensor cores; give --precision fp8" in said
+        assert said.count("\n") == 1
 
 
 def test_precision_and_recompute_reach_the_report_and_are_printed(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """What stands on the model: peers, steps, weights instead of tokens, advice, traces, and the event engine beside it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -213,7 +214,38 @@ def test_advice_fits_the_memory_and_is_sorted():
 
 def test_state_is_weights_gradients_and_a_share_of_the_optimizer():
     # one GPU holds everything: 2 + 4 + 12 bytes a parameter
-    assert recommend.state_gb(QWEN, 1, 1, 1) == pytest.approx(18 * 30.5)
+    whole = Job(QWEN, H100, 1, 1)
+    assert recommend.state_gb(whole) == pytest.approx(18 * 30.5)
+    # of fp8 weights bf16 ones stand beside them and their transposes; of mxfp8 these are all
+    assert recommend.state_gb(replace(whole, dtype="fp8")) == pytest.approx(20 * 30.5)
+    blackwell = replace(whole, cluster=clusters.get("b200_8x400g"), dtype="mxfp8")
+    assert recommend.state_gb(blackwell) == pytest.approx(18 * 30.5)
+
+
+def test_tensor_ranks_share_what_is_no_routed_expert_and_more_gpus_the_optimizer():
+    experts = QWEN.routed_params / 1e9 / 8
+    alone, apart = (Job(QWEN, H100, 64, 8, tensor=n) for n in (1, 8))
+    for job, dense in ((alone, 30.5 - 8 * experts), (apart, (30.5 - 8 * experts) / 8)):
+        assert recommend.state_gb(job) == pytest.approx(6 * (experts + dense) + 12 * 30.5 / 64)
+    deepseek = Job(models.get("deepseek_v3"), H100, 64, 8)
+    assert deepseek.rank_params[1] > replace(deepseek, mtp_layers=0).rank_params[1]
+
+
+@pytest.mark.parametrize("layout", [{"ep": 8}, {"ep": 4, "tensor": 8}, {"ep": 2, "pp": 4, "tensor": 2}, {"ep": 1}])
+def test_the_fewest_gpus_hold_it_and_fewer_do_not(layout):
+    job = Job(QWEN, H100, 512, **layout)
+    if (found := recommend.fewest_gpus(job)) is None:
+        assert not recommend.fits(replace(job, gpus=2**40))
+        return
+    smaller = [n for n in range(1, found) if n % (job.ep * job.pp) == n % (job.tensor * job.pp) == 0]
+    assert recommend.fits(replace(job, gpus=found))
+    assert not any(recommend.fits(replace(job, gpus=n)) for n in smaller)
+
+
+def test_no_job_has_gemms_that_its_gpus_lack():
+    with pytest.raises(ValueError, match=r"dtype='mxfp8': H100 SXM5 has no mxfp8 tensor cores; use fp8 or bf16"):
+        Job(QWEN, H100, 64, 8, dtype="mxfp8")
+    assert not {c.name for c in clusters.CLUSTERS.values() if c.gpu.has_mxfp8} & {"h100_8x400g", "h200_8x400g"}
 
 
 def test_traces_load(tmp_path):
