@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     try:
         with outputs.for_people(args.json):
             tables, source, workers = _predicted(args, modes) if args.simulate else _measured(args, modes)
-            _show(tables)
+            _show(tables, named=not args.simulate)
             if args.plot:
                 outputs.say_written(scaling.draw(tables, outputs.picture(args.plot, "scaling"), source, workers))
     except ValueError as error:
@@ -54,14 +54,14 @@ def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str,
     """Tables by mode, where they come from, what they count; likewise of `_predicted`."""
     rows, device = runs.read(args.runs, args.skip)
     found, neither = scaling.split(rows)
-    print(
-        f"# MEASURED: {outputs.count(len(rows), 'run')} on {device}; median of the steps after the first "
+    _say(
+        f"MEASURED: {outputs.count(len(rows), 'run')} on {device}; median of the steps after the first "
         f"{args.skip}; memory: peak of the process with most"
     )
     if device == "cpu":
-        print("# ranks of CPU processes stand where GPUs would: they share one machine, so this is no claim about GPUs")
+        _say("ranks of CPU processes stand where GPUs would: they share one machine, so this is no claim about GPUs")
     for row in neither:
-        print(f"# {row.name} keeps neither the tokens of a GPU nor those of the job of the smallest run: left out")
+        _say(f"{row.name} keeps neither the tokens of a GPU nor those of the job of the smallest run: left out")
     return {mode: found[mode] for mode in modes}, f"measured, {device}", "ranks" if device == "cpu" else "GPUs"
 
 
@@ -72,22 +72,29 @@ def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str
         raise UsageError(f"--gpus {','.join(map(str, args.gpus))}: names {twice[0]} twice; give each size once")
     job = job_flags.from_flags(args, args.simulate, min(args.gpus))
     tables = {mode: scaling.predict(job, args.gpus, mode) for mode in modes}
-    print("# SIMULATED: predictions of hybrid_ep's step model, not measurements (docs/performance_model.md)")
-    print(
-        f"# {args.simulate} on {job.cluster.name}: {job.cluster.summary}; EP {job.ep}  PP {job.pp} x "
+    _say("SIMULATED: predictions of hybrid_ep's step model, not measurements (docs/performance_model.md)")
+    _say(
+        f"{args.simulate} on {job.cluster.name}: {job.cluster.summary}; EP {job.ep}  PP {job.pp} x "
         f"{job.virtual_pp}  TP {job.tensor}  {job.tokens} tokens a micro-batch  {job.dtype}, recompute "
         f"{names.said_of_recompute(args.recompute)}  {args.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} "
-        f"SMs, {job.overlap:.0%} hidden; memory: {recommend.STATE_HOLDS}"
+        f"SMs, {job.overlap:.0%} hidden"
     )
+    _say(f"memory: {recommend.STATE_HOLDS}, of an average pipeline stage; hybrid-ep launch counts these too")
     for line in (step_time.said_of_compute(job), *training.said_of(job).splitlines()):
-        print(f"# {line}")
+        _say(line)
+    if lacking := scaling.said_of_fit(job, next(iter(tables.values()))):
+        _say(lacking)
     source = f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {args.dispatcher}\n{job.cluster.name}, simulated"
     return tables, source, "GPUs"
 
 
-def _show(tables: dict[str, list[scaling.Row]]) -> None:
+def _say(what: str) -> None:
+    print(outputs.wrapped(f"# {what}"))
+
+
+def _show(tables: dict[str, list[scaling.Row]], named: bool) -> None:
     for mode, rows in tables.items():
-        for line in scaling.lines(mode, rows):
+        for line in scaling.lines(mode, rows, named):
             print(line)
         if len(rows) == 1:
             print(

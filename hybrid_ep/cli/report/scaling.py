@@ -1,4 +1,4 @@
-"""Strong and weak scaling as rows: nodes, GPUs, tokens/s, memory, and how much of the smallest job's rate is left.
+"""Strong and weak scaling as rows: GPUs, tokens/s, memory, and how much of the smallest job's rate is left.
 
 Weak: every GPU keeps its tokens a step. Strong: the whole job keeps them. The smallest job begins both tables."""
 
@@ -19,7 +19,8 @@ _STYLE = {"weak": (plotting.BLUE, "o"), "strong": (plotting.RED, "s")}  # the sa
 @dataclass(frozen=True)
 class Row:
     """One job. tokens: of a step, all GPUs. memory_bytes: of the GPU with most, None where nobody said. token_flops: of
-    the model, forward and backward of one token, what is recomputed not counted; None where nobody knows."""
+    the model, forward and backward of one token, what is recomputed not counted; None where nobody knows. nodes: NVLink
+    domains. fits: False of a predicted job whose memory_bytes no GPU has; its other numbers are of no run."""
 
     name: str
     nodes: int
@@ -28,6 +29,7 @@ class Row:
     step_s: float
     memory_bytes: float | None
     token_flops: float | None = None
+    fits: bool = True
 
     @property
     def tflops_per_gpu(self) -> float | None:
@@ -53,24 +55,36 @@ def split(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], list[Row]]:
     return found, [r for r in ordered if not any(r in chosen for chosen in found.values())]
 
 
-def lines(mode: str, rows: Sequence[Row]) -> Iterator[str]:
-    """The table of one mode, its first row the base."""
-    base = rows[0]
+def _base(rows: Sequence[Row]) -> Row:
+    return next(r for r in rows if r.fits)
+
+
+def lines(mode: str, rows: Sequence[Row], named: bool = True) -> Iterator[str]:
+    """The table of one mode, the first row that fits the base. named: with every row's job; predicted rows are all of
+    one."""
+    base = _base(rows)
     yield (
-        f"#{mode:>6}{'nodes':>7}{'GPUs':>7}{'tokens/step':>14}{'step s':>9}{'tokens/s':>13}{'per GPU':>11}"
-        f"{'TFLOP/s':>9}{'speedup':>9}{'efficiency':>12}{'memory GB':>11}  job"
+        f"#{mode:>6}{'domains':>8}{'GPUs':>7}{'tokens/step':>13}{'step s':>9}{'tokens/s':>12}{'per GPU':>11}"
+        f"{'TFLOP/s':>9}{'speedup':>8}{'efficiency':>11}{'memory GB':>10}" + ("  job" if named else "")
     )
     for r in rows:
+        start = f"{mode:>7}{r.nodes:>8}{r.gpus:>7}{r.tokens:>13,.0f}"
+        if not r.fits and r.memory_bytes is not None:
+            idle = "".join(f"{'-':>{width}}" for width in (9, 12, 11, 9, 8, 11))
+            yield f"{start}{idle}{r.memory_bytes / 1e9:>10.2f}  does not fit"
+            continue
         memory = "-" if r.memory_bytes is None else f"{r.memory_bytes / 1e9:.2f}"
         tflops = "-" if r.tflops_per_gpu is None else f"{r.tflops_per_gpu:.0f}"
         yield (
-            f"{mode:>7}{r.nodes:>7}{r.gpus:>7}{r.tokens:>14,.0f}{r.step_s:>9.3f}{r.tokens_per_s:>13,.0f}"
-            f"{r.per_gpu:>11,.1f}{tflops:>9}{r.tokens_per_s / base.tokens_per_s:>9.2f}{r.per_gpu / base.per_gpu:>12.1%}"
-            f"{memory:>11}  {r.name}"
+            f"{start}{r.step_s:>9.3f}{r.tokens_per_s:>12,.0f}{r.per_gpu:>11,.1f}{tflops:>9}"
+            f"{r.tokens_per_s / base.tokens_per_s:>8.2f}{r.per_gpu / base.per_gpu:>11.1%}{memory:>10}"
+            + (f"  {r.name}" if named else "")
         )
 
 
 def as_json(mode: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What a job that does not fit would do is null."""
+    base = _base(rows)
     return [
         {
             "mode": mode,
@@ -78,25 +92,27 @@ def as_json(mode: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
             "nodes": r.nodes,
             "gpus": r.gpus,
             "tokens_per_step": r.tokens,
-            "step_s": r.step_s,
-            "tokens_per_s": r.tokens_per_s,
-            "tokens_per_s_per_gpu": r.per_gpu,
-            "tflops_per_gpu": r.tflops_per_gpu,
-            "speedup": r.tokens_per_s / rows[0].tokens_per_s,
-            "efficiency": r.per_gpu / rows[0].per_gpu,
+            "step_s": r.step_s if r.fits else None,
+            "tokens_per_s": r.tokens_per_s if r.fits else None,
+            "tokens_per_s_per_gpu": r.per_gpu if r.fits else None,
+            "tflops_per_gpu": r.tflops_per_gpu if r.fits else None,
+            "speedup": r.tokens_per_s / base.tokens_per_s if r.fits else None,
+            "efficiency": r.per_gpu / base.per_gpu if r.fits else None,
             "memory_bytes": r.memory_bytes,
+            "fits": r.fits,
         }
         for r in rows
     ]
 
 
 def draw(tables: dict[str, list[Row]], stem: Path, title: str, workers: str = "GPUs") -> list[Path]:
-    """tokens/s over GPUs, or what `workers` calls them, of several sizes with the ideal line; stem.png and stem.svg.
-    ValueError when matplotlib is missing."""
+    """tokens/s over GPUs, or what `workers` calls them, of jobs that fit, of several sizes with the ideal
+    line; stem.png and stem.svg. ValueError when matplotlib is missing."""
     plt = plotting.pyplot()
     from matplotlib import ticker
 
     figure, panel = plt.subplots(figsize=(3.8, 3.0), layout="constrained")
+    tables = {mode: [r for r in rows if r.fits] for mode, rows in tables.items()}
     for place, (mode, rows) in enumerate(tables.items()):
         colour, mark = _STYLE[mode]
         beneath = len(tables) - 1 - place  # a line may be the next one's: it is seen at both sides of it
@@ -147,9 +163,9 @@ def strong_micro_batches(gpus: Iterable[int], micro_batches: int) -> dict[int, i
 
 
 def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
-    """A row of every number of GPUs by the step model. job: a perf.step_time.Job of any of them. Memory: weights,
-    gradients and optimizer, without activations and buffers. ValueError names argument, value and remedy."""
-    from hybrid_ep.perf.recommend import state_gb
+    """A row of every number of GPUs by the step model. job: a perf.step_time.Job of any of them. Memory:
+    perf.recommend.STATE_HOLDS. ValueError names argument, value and remedy, also where nothing fits."""
+    from hybrid_ep.perf.recommend import fits, state_gb
     from hybrid_ep.perf.step_time import step
 
     batches = (
@@ -170,6 +186,32 @@ def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
                 seconds,
                 1e9 * state_gb(at),
                 job.model.train_flops_per_token(job.sequence, job.mtp),
+                fits(at),
             )
         )
+    if not any(r.fits for r in rows):
+        raise ValueError(f"--gpus {','.join(str(r.gpus) for r in rows)}: {said_of_fit(job, rows)}")
     return rows
+
+
+def said_of_fit(job: Any, rows: Sequence[Row]) -> str:
+    """What does not fit of a predicted table, and what would; "" where all rows do. job: as for `predict`."""
+    from hybrid_ep.perf.recommend import fewest_gpus
+
+    lacking = {r.gpus: r.memory_bytes / 1e9 for r in rows if not r.fits and r.memory_bytes}
+    if not lacking:
+        return ""
+    most = max(lacking)
+    needs = f"{lacking[most]:,.0f} GB" if len(lacking) == 1 else f"{lacking[most]:,.0f} GB or more"
+    layout = f"EP {job.ep}, PP {job.pp} and TP {job.tensor}"
+    fewest = fewest_gpus(job)
+    remedy = (
+        f"the fewest GPUs that hold it with {layout} are {fewest}: give --gpus {fewest} or more"
+        if fewest
+        else f"with {layout} no number of GPUs holds it: give a larger --ep, --pp or --tensor; hybrid-ep simulate "
+        "--recommend has layouts that fit"
+    )
+    return (
+        f"{job.model.name} does not fit {', '.join(map(str, sorted(lacking)))} GPUs, for weights, gradients and "
+        f"optimizer state take {needs} of the {job.cluster.gpu.hbm_gb.value:g} GB of a GPU; {remedy}"
+    )

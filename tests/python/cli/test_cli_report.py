@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,31 @@ def test_tables_from_the_simulator_are_the_step_model_s(tmp_path, capsys):
     assert by["weak", 8]["memory_bytes"] > by["weak", 64]["memory_bytes"] > 0
 
 
+HALF = ["report", "scaling", "--simulate", "deepseek_v3", "--gpus", "64,512", "--ep", "64", "--tensor", "8"]
+
+
+def test_a_job_that_fits_no_gpu_is_marked_and_not_drawn(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    out, drawn = tmp_path / "s.json", []
+    monkeypatch.setattr(plotting, "save", lambda figure, _: drawn.append(figure) or [])
+    asked = [*HALF, "--cluster", "b200_8x400g", "--precision", "mxfp8"]
+    assert main([*asked, "--json", str(out), "--plot", str(tmp_path / "p")]) == EXIT_OK
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 120
+    assert " domains " in printed and " nodes " not in printed
+    said = " ".join(printed.replace("\n#", "").split())
+    assert "deepseek_v3 does not fit 64 GPUs, for weights, gradients and optimizer state take 2" in said
+    fewest = int(re.search(r"TP 8 are (\d+): give --gpus \1 or more", said)[1])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["gpus"], r["fits"]) for r in rows] == [(64, False), (512, True)] * 2 and 64 < fewest <= 512
+    for row in rows:
+        assert all((row[name] is None) != row["fits"] for name in ("step_s", "tokens_per_s", "speedup", "efficiency"))
+        assert (row["memory_bytes"] <= 180e9) == row["fits"]
+    marked = [words for words in rows_of(printed) if words[-3:] == ["does", "not", "fit"]]
+    assert len(marked) == 2 and all(words[4:10] == ["-"] * 6 for words in marked)
+    assert [list(line.get_xdata()) for line in drawn[0].axes[0].lines] == [[512]] * 3
+
+
 @pytest.mark.parametrize("mode", ["weak", "strong", "both"])
 @pytest.mark.parametrize("simulated", [True, False])
 def test_every_mode_is_drawn_with_its_own_lines_alone(tmp_path, capsys, mode, simulated):
@@ -149,6 +175,12 @@ def test_a_picture_says_ranks_of_cpus_and_hides_no_line(tmp_path, monkeypatch, c
         (["x", "--json", "/nowhere/x"], "no such folder"),
         (["--simulate", "qwen3_30b_a3b", "--gpus", "0"], "--gpus 0"),
         (["--simulate", "qwen3_30b_a3b", "--gpus", "64,8,64"], "--gpus 64,8,64: names 64 twice"),
+        (["--simulate", "deepseek_v3", "--gpus", "8,16"], "--gpus 8,16: deepseek_v3 does not fit 8, 16 GPUs"),
+        (["--simulate", "deepseek_v3", "--gpus", "8,16"], "give a larger --ep, --pp or --tensor"),
+        (
+            ["--simulate", "qwen3_30b_a3b", "--gpus", "4", "--ep", "4"],
+            "with EP 4, PP 1 and TP 1 are 16: give --gpus 16",
+        ),
         (["--simulate", "qwen3_30b_a3b", "--gpus", "12"], "gpus=12"),
         (["--simulate", "qwen3_30b_a3b", "--ep", "7"], "ep=7"),
         (["--simulate", "qwen3_30b_a3b", "--micro-batches", "0"], "--micro-batches 0"),
@@ -190,7 +222,7 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, capsys):
 
 def simulated(capsys, tmp_path, *flags):
     """(header, rows) of a small job."""
-    asked = ["report", "scaling", "--simulate", "deepseek_v3", "--gpus", "64", "--mode", "weak", *flags]
+    asked = ["report", "scaling", "--simulate", "qwen3_30b_a3b", "--gpus", "64", "--mode", "weak", *flags]
     assert main([*asked, "--json", str(tmp_path / "s.json")]) == EXIT_OK
     return capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())["rows"]
 

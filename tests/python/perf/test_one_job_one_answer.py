@@ -46,7 +46,7 @@ def test_launch_report_and_recommend_agree(name, hardware, tmp_path, capsys, mon
     row = reported(line_of(said, "the same by another verb: "), tmp_path)
     yours = answered(line_of(said, "among other layouts: "), "simulate --recommend", tmp_path)["yours"]
     assert yours["step_s"] == row["step_s"] and yours["tokens_per_s_per_gpu"] == row["tokens_per_s_per_gpu"]
-    assert row["memory_bytes"] == 1e9 * yours["state_gb"]
+    assert row["fits"] and row["memory_bytes"] == 1e9 * yours["state_gb"]
     assert f"{row['step_s']:.2f} s with " in capsys.readouterr().out
     assert row["step_s"] == step_time.step(cluster_summary.job_of(run)).seconds
     assert f"step time: {row['step_s']:.2f} s" in said
