@@ -88,12 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     """Exit code: that of torchrun or sbatch; 3 where a CPU recipe's run did not learn; 0 for a dry run. UsageError
     for what the user can mend."""
-    if args.list:
-        print(list_recipes(cluster=True))
-        return 0
     try:
         _new_spellings(args)
         _check_flags(args)
+        if args.list:
+            print(list_recipes(cluster=True))
+            return 0
         if args.resume is not None:
             return _resume(args)
         if args.layouts:
@@ -129,6 +129,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         found = [name for name in flags if (value := getattr(args, name)) is not None and value is not False]
         return " ".join("--" + name.replace("_", "-") for name in found)
 
+    if args.list:
+        if flags := given(*_OF_A_NEW_RUN, "slurm", "local", "resume").replace("--recipe", "RECIPE"):
+            raise ValueError(f"--list with {flags}: lists the recipes and starts nothing; leave them out")
+        return
     if args.resume is not None:
         if flags := given(*_OF_A_NEW_RUN, "slurm", "local").replace("--recipe", "RECIPE"):
             raise ValueError(f"resume={args.resume!r} with {flags}: a run goes on as it began; leave them out")

@@ -43,6 +43,7 @@ def check(args: argparse.Namespace, picture_files: bool = False) -> None:
     """UsageError where --json or --plot (if the command has them) name what cannot be written or drawn. picture_files:
     of a command whose --plot still takes FILE.png too."""
     to_json, to_plot = getattr(args, "json", None), getattr(args, "plot", None)
+    _check_apart(args)
     if to_json is not None and to_json != STDOUT:
         check_file("--json", to_json)
     if to_plot:
@@ -57,6 +58,21 @@ def check(args: argparse.Namespace, picture_files: bool = False) -> None:
             pyplot()
         except ValueError as error:
             raise UsageError(f"--plot: {error}") from None
+
+
+def _check_apart(args: argparse.Namespace) -> None:
+    """UsageError where two of the command's outputs have one place, and the second would take that of the first."""
+    taken: dict[Path, str] = {}
+    for name in ("json", "trace", "out", "plot", "sweep"):
+        text = getattr(args, name, None)
+        if not text or text == STDOUT:
+            continue
+        place = Path(text).resolve()
+        if place.exists() and not (place.is_file() or place.is_dir()):  # /dev/null takes everything
+            continue
+        if place in taken:
+            raise UsageError(f"--{name} {text}: is where {taken[place]} writes; give each a place of its own")
+        taken[place] = f"--{name}"
 
 
 def check_file(flag: str, path: str | None) -> None:

@@ -34,9 +34,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         from hybrid_ep.cli.bench import simulated
 
         return simulated.run(args)
-    for flag in ("cluster", "nodes"):
-        require(getattr(args, flag) is None, f"--{flag} {getattr(args, flag)}: only --backend sim takes it; give "
-                "--ranks and --ranks-per-node, or --backend sim")  # fmt: skip
+    flags.refuse_simulated(args)
     require(args.path == "throughput" or not args.impl, f"--path {args.path} with --impl: --impl says what is "
             "measured; give one of them, hybrid_ep-latency is the path's name there")  # fmt: skip
     presets.apply_to_ranks(args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid_ep.cli import names, outputs
+from hybrid_ep.cli import names, outputs, questions
 from hybrid_ep.cli.bench import heap
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
 from hybrid_ep.cli.bench.presets import NAMES, SHAPE_DEFAULTS
@@ -92,6 +92,14 @@ def _add_simulator_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--engine", choices=ENGINES, default="model", help="as in hybrid-ep simulate")
     group.add_argument("--path", choices=PATHS, default=PATHS[0], help="latency: by lines beside the throughput path, "
                        "measured or by the event engine, and where they cross")  # fmt: skip
+
+
+def refuse_simulated(args: argparse.Namespace) -> None:
+    """UsageError for flags of a cluster that is not here, where ranks run."""
+    for flag in ("cluster", "nodes"):
+        if (value := getattr(args, flag)) is not None:
+            remedy = "; give --ranks and --ranks-per-node, or --backend sim"
+            questions.refuse(f"--{flag}", value, ("--backend sim",), remedy)
 
 
 def int_list(text: str) -> tuple[int, ...]:

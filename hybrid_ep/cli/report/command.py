@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs
+from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs, questions
 from hybrid_ep.cli.bench.flags import int_list
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.cli.simulate import job as job_flags
 from hybrid_ep.perf import models, recommend, step_time, training
+
+_RUNS = "a table of run folders"
+TAKERS: dict[str, tuple[str, ...]] = {
+    "--skip": (_RUNS,),
+    **dict.fromkeys(("--cluster", "--gpus", *job_flags.FLAGS), ("--simulate",)),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +38,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     outputs.check(args, picture_files=True)
     if bool(args.runs) == bool(args.simulate):
         raise UsageError("scaling: give run folders, runs/NAME .., or --simulate MODEL; one of the two")
+    asked = "--simulate" if args.simulate else _RUNS
+    questions.refuse_idle(args, add_arguments, asked, TAKERS, ("scaling",))
     if args.skip < 0:
         raise UsageError(f"--skip {args.skip}: must be at least 0")
     modes = scaling.MODES if args.mode == "both" else (args.mode,)

@@ -129,6 +129,7 @@ def _own(args: argparse.Namespace) -> step_time.Job | None:
                 "--micro-batches",
                 "--dispatcher",
                 "--dispatch-dtype",
+                "--num-sms",
             ),
         ):
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs
+from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs, questions
 from hybrid_ep.cli.parser import seed
 from hybrid_ep.cli.simulate import advise, job, latency, move, report, sweep
 from hybrid_ep.cli.simulate.request import ENGINES, KERNELS, Request
@@ -14,6 +14,35 @@ from hybrid_ep.perf import models
 from hybrid_ep.perf.crossover import PATHS
 from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.perf.shape import DTYPES
+
+_ONE, _LINES, _SWEEP, _MOVE, _ADVICE, _SOURCES = (
+    "one exchange",
+    "--path latency",
+    "--sweep",
+    "--move",
+    "--recommend",
+    "--sources",
+)
+_EXCHANGE = (_ONE, _SWEEP, _LINES)
+# Which questions look at a flag; those that name a question are in QUESTIONS. Where lines are asked for, what they do
+# not have is refused with the reason (`latency`).
+TAKERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(job.FLAGS, (_ADVICE,)),
+    "--gpus": (_ADVICE,),
+    "--nodes": (*_EXCHANGE, _MOVE),
+    "--ranks-per-node": (*_EXCHANGE, _MOVE),
+    "--tokens": (*_EXCHANGE, _MOVE, _ADVICE),
+    **dict.fromkeys(("--hidden", "--topk", "--experts"), _EXCHANGE),
+    "--dtype": (*_EXCHANGE, _MOVE),
+    **dict.fromkeys(("--routing", "--load", "--engine", "--kernels"), _EXCHANGE),
+    "--seed": (*_EXCHANGE, _MOVE),
+    "--num-sms": (*_EXCHANGE, _ADVICE),
+    "--chunk": (_ONE, _SWEEP),
+    **dict.fromkeys(("--model", "--sequences", "--length-cv", "--shortest", "--slices"), (_MOVE,)),
+    "--json": (*_EXCHANGE, _MOVE, _ADVICE),
+    "--trace": (_ONE, _MOVE),
+}
+QUESTIONS = {"--sources": _SOURCES, "--move": _MOVE, "--recommend": _ADVICE, "--path": _LINES, "--sweep": _SWEEP}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,23 +98,31 @@ def _run(args: argparse.Namespace) -> int:
     outputs.check(args)
     outputs.check_file("--trace", args.trace)
     outputs.check_folder("--sweep", args.sweep)
-    if args.sources:
+    asked = _asked(args)
+    questions.refuse_idle(args, add_arguments, asked, TAKERS)
+    if asked == _SOURCES:
         report.print_sources(cluster)
         return EXIT_OK
     with outputs.for_people(args.json):
-        if args.move and (args.recommend or args.sweep):
-            raise UsageError(f"--move {args.move}: is a question of its own; leave out --recommend and --sweep")
-        if args.recommend:
-            if args.kernels != "ours":
-                raise UsageError(f"--kernels {args.kernels}: --recommend lays out jobs with this library's own")
+        if asked == _ADVICE:
             document = advise.run(args, cluster)
-        elif args.move:
+        elif asked == _MOVE:
             document = move.run(args, cluster)
         else:
             request = Request.from_flags(args, cluster)
-            if args.path == "latency":
+            if asked == _LINES:
                 document = latency.run(request, args)
             else:
-                document = sweep.run(request, args.sweep) if args.sweep else report.run(request, args.trace)
+                document = sweep.run(request, args.sweep) if asked == _SWEEP else report.run(request, args.trace)
     outputs.write_json(args.json, document)
     return EXIT_OK
+
+
+def _asked(args: argparse.Namespace) -> str:
+    """The question. UsageError where there are two."""
+    given = [flag for flag in QUESTIONS if getattr(args, flag[2:]) not in (None, False, PATHS[0])]
+    if len(given) > 1:
+        value = getattr(args, given[0][2:])
+        said = given[0] if value is True else f"{given[0]} {value}"
+        raise UsageError(f"{said}: is a question of its own; leave out {' and '.join(given[1:])}")
+    return QUESTIONS[given[0]] if given else _ONE

@@ -66,6 +66,8 @@ _FIELDS = {
     **{flag: (field, default) for flag, (field, _, default, *_) in _NAMES.items()},
 }
 
+FLAGS = tuple(_FIELDS)
+
 
 def add_flags(add: Any, of: str, besides: Collection[str] = ()) -> None:
     """Adds every flag of a job but model, cluster, GPUs and those that are there. add: a parser's add_argument; of:

@@ -12,8 +12,6 @@ from hybrid_ep.perf import latency_events
 
 def run(request: Request, args: argparse.Namespace) -> dict[str, Any]:
     """Prints both times; returns what `--json` writes. ValueError for what the path, or its event engine, has not."""
-    if args.trace or args.sweep:
-        raise ValueError("--path latency: has no --trace and no --sweep; leave them out")
     if args.engine == "model" or args.kernels != "ours":
         raise ValueError("--path latency: the event engine answers, with this library's kernels; give no other")
     if request.dtype != "bf16" or request.choices is not None:

@@ -17,7 +17,10 @@ _CHUNKS = (8, 16, 32, 64, 128, 256)
 
 
 def run(request: Request, folder: str) -> dict[str, Any]:
-    """Prints three tables and draws sweep.png and sweep.svg. ValueError when matplotlib is missing."""
+    """Prints three tables and draws sweep.png and sweep.svg. ValueError when matplotlib is missing, or for the event
+    engine."""
+    if request.engine == "events":
+        raise ValueError("--engine events: --sweep asks the model, hundreds of times; leave --engine out")
     plotting.pyplot()
     Path(folder).mkdir(parents=True, exist_ok=True)
     request = request.settled(request.tuned())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch, names, outputs
 from hybrid_ep.cli.bench.config import BACKENDS, check_environment, make_config
-from hybrid_ep.cli.bench.flags import DTYPES, int_list
+from hybrid_ep.cli.bench.flags import DTYPES, int_list, refuse_simulated
 from hybrid_ep.cli.parser import Parser, seed
 from hybrid_ep.cli.tune import report
 from hybrid_ep.hardware import clusters
@@ -84,12 +84,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         args.latency_tokens = tuple(sorted(set(args.latency_tokens)))
     if args.backend == "sim":
         return _predict(args)
-    for name in ("cluster", "nodes"):
-        if getattr(args, name) is not None:
-            raise UsageError(
-                f"--{name} {getattr(args, name)}: only --backend sim takes it; give --ranks and "
-                "--ranks-per-node, or --backend sim"
-            )
+    refuse_simulated(args)
     check_environment()
     if launch.is_rank():
         return _run_rank(args)

@@ -8,6 +8,8 @@ import warnings
 import pytest
 
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
+from hybrid_ep.cli.parser import Parser
+from hybrid_ep.cli.simulate import command
 from hybrid_ep.perf import events, recommend, trace
 
 SMALL = [
@@ -163,6 +165,24 @@ def test_sources(capsys):
         (["--recommend", "deepseek_v3", "--recompute", "moe,mpl"], "'mpl': use none, selective, full, or some of"),
         (["--trace", "/"], "--trace /: is a folder"),
         (["--sweep", __file__], "is a file; name a folder"),
+        (["--ep", "64"], "--ep 64: only --recommend takes it, one exchange does not; leave it out"),
+        (["--precision", "fp8"], "--precision fp8: only --recommend takes it"),
+        (["--gpus", "64", "--sweep", "s"], "--gpus 64: only --recommend takes it, --sweep does not"),
+        (["--sequences", "4"], "--sequences 4: only --move takes it"),
+        (["--model", "mixtral_8x7b"], "--model mixtral_8x7b: only --move takes it"),
+        (["--move", "auto", "--hidden", "7"], "only one exchange, --sweep and --path latency take it, --move does not"),
+        (
+            ["--recommend", "mixtral_8x7b", "--gpus", "64", "--trace", "t"],
+            "--trace t: only one exchange and --move take",
+        ),
+        (["--recommend", "mixtral_8x7b", "--gpus", "64", "--nodes", "2"], "--nodes 2: only"),
+        (["--recommend", "mixtral_8x7b", "--gpus", "64", "--num-sms", "8"], "give --ep too"),
+        (["--recommend", "mixtral_8x7b", "--gpus", "64", "--sweep", "s"], "a question of its own; leave out --sweep"),
+        (["--path", "latency", "--num-sms", "8", "--trace", "t"], "--path latency does not"),
+        (["--sources", "--json", "-"], "--sources does not"),
+        (["--sources", "--move", "auto"], "--sources: is a question of its own; leave out --move"),
+        (["--sweep", "s", "--engine", "events"], "--engine events: --sweep asks the model"),
+        (["--json", "nowhere.json", "--trace", "./nowhere.json"], "is where --json writes"),
     ],
 )
 def test_bad_input_is_one_sentence(flags, word, capsys):
@@ -182,6 +202,14 @@ def test_an_empty_load_file_is_one_sentence(capsys, tmp_path):
         assert main([*SMALL, "--load", str(tmp_path / "load")]) == EXIT_USAGE
     error = capsys.readouterr().err
     assert f"load file '{tmp_path / 'load'}' is empty; give 8 numbers" in error and error.count("\n") == 1
+
+
+def test_every_flag_says_to_which_question_it_belongs():
+    parser = Parser()
+    command.add_arguments(parser)
+    flags = {max(action.option_strings, key=len) for action in parser._actions}
+    assert flags == {"--help", "--cluster", *command.TAKERS, *command.QUESTIONS}
+    assert not set(command.TAKERS) & set(command.QUESTIONS)
 
 
 @pytest.mark.parametrize("gpus", [8, 99999])

@@ -120,6 +120,8 @@ def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
         ([SMALL, "--partition", "gpu"], "--partition"),
         ([SMALL, "--no-preflight", "--max-starts", "1"], "--no-preflight --max-starts"),
         ([SMALL, "--slurm", "--max-starts", "0"], "starts=0"),
+        (["--list", "--slurm"], "--list with --slurm: lists the recipes and starts nothing"),
+        (["--list", "--set", "a=1", "--resume", "x"], "--list with --set --resume: "),
         (["--resume", "gone"], "resume='gone'"),
         (["--resume", "../x"], "name='../x'"),
         ([SMALL, "--resume", "x", "--set", "a=1"], "RECIPE --set"),
