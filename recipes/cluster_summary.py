@@ -8,7 +8,7 @@ from hybrid_ep.cli.outputs import count
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.perf import recommend, step_time, training
 
-from . import layouts, memory
+from . import CLUSTER_RECIPES, layouts, memory
 from .cluster import ClusterRun
 from .modelled import job_of
 
@@ -63,10 +63,16 @@ def predict(run: ClusterRun) -> str:
             f"the same by another verb: {command_of(job, recompute=run.recompute)}",
             f"among other layouts: {command_of(job, 'simulate --recommend', run.recompute)}",
             f"memory there: {recommend.STATE_HOLDS}, of an average pipeline stage",
-            f"those of them that fit: hybrid-ep launch {run.recipe} --cluster {run.hardware.name} --layouts, with the "
-            "same --set",
+            f"those of them that fit: hybrid-ep launch {run.recipe} --cluster {run.hardware.name}{_nodes(run)} "
+            "--layouts, with the same --set",
         ]
     )
+
+
+def _nodes(run: ClusterRun) -> str:
+    """The flag that asks for the run's hosts, where they are not the recipe's."""
+    theirs = CLUSTER_RECIPES[run.recipe](run.hardware.name).num_hosts
+    return "" if run.num_hosts == theirs else f" --nodes {run.num_hosts}"
 
 
 def _of_launches(run: ClusterRun, step: step_time.Step) -> list[str]:

@@ -76,6 +76,15 @@ def test_recompute_that_counts_as_nothing_is_said_all_the_same(tmp_path, capsys)
     assert "recompute selective (counted: none)" in out and recommend.STATE_HOLDS.split(",")[0] in out
 
 
+def test_all_commands_that_launch_prints_are_of_the_hosts_asked_for():
+    recipe = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g")
+    fitting = "those of them that fit: "
+    assert "--nodes" not in line_of(cluster_summary.predict(recipe), fitting)
+    said = cluster_summary.predict(recipe.derive(num_hosts=2 * recipe.num_hosts))
+    assert f"--nodes {2 * recipe.num_hosts} --layouts, with" in line_of(said, fitting)
+    assert said.count(f"--gpus {2 * recipe.num_gpus} ") == 2
+
+
 @pytest.mark.parametrize("verb", ["report scaling --simulate", "simulate --recommend"])
 def test_hopper_has_no_mxfp8_in_any_verb(verb, capsys):
     for ep in ([], ["--ep", "8"]):
