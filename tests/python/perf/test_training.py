@@ -187,7 +187,7 @@ def test_the_nearest_step_is_of_the_same_gpu_then_model():
 
 def test_a_gpu_without_rows_is_compared_with_one_of_its_architecture():
     for name, theirs in (("h200_8x400g", "H100"), ("h800_8x400g", "H100"), ("gb300_nvl72", "GB300")):
-        job = Job(models.get("qwen3_235b_a22b"), clusters.get(name), 256, 32, 4, dtype="mxfp8")
+        job = Job(models.get("qwen3_235b_a22b"), clusters.get(name), 256, 32, 4, dtype="fp8")
         assert efficiency.gpu_word(training.nearest(job).job.cluster) == theirs, name
 
 
@@ -196,7 +196,7 @@ def test_no_gpu_is_faster_in_bf16(name):
     def seconds(dtype):
         return step(Job(models.get("deepseek_v3"), clusters.get(name), 512, 32, 4, dtype=dtype)).seconds
 
-    assert seconds("bf16") > seconds("mxfp8")
+    assert seconds("bf16") > seconds("fp8")
 
 
 def test_a_gb300_is_a_gb200_with_more_memory_and_a_faster_rail():
