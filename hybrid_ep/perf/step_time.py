@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import efficiency, model, models, peers, routing, stages
+from hybrid_ep.perf import efficiency, job_fields, model, models, peers, routing, stages
 from hybrid_ep.perf.costs import hbm_us
 from hybrid_ep.perf.implementations import PUBLISHED
 from hybrid_ep.perf.models import MoeModel
@@ -87,31 +87,19 @@ class Job:
     layout: str = ""
 
     def __post_init__(self) -> None:
-        if self.ep < 1 or self.model.experts % self.ep:
+        job_fields.check(vars(self), {"dispatcher": DISPATCHERS, "recompute": RECOMPUTE})
+        if self.model.experts % self.ep:
             raise ValueError(f"ep={self.ep} must divide the {self.model.experts} experts of {self.model.name}")
-        if self.gpus < 1 or self.gpus % (self.ep * self.pp):
+        if self.gpus % (self.ep * self.pp):
             raise ValueError(f"gpus={self.gpus} must be a positive multiple of ep x pp = {self.ep * self.pp}")
-        if self.tensor < 1 or self.gpus % (self.tensor * self.pp):
+        if self.gpus % (self.tensor * self.pp):
             raise ValueError(
                 f"tensor={self.tensor}: tensor x pp = {self.tensor * self.pp} must divide gpus={self.gpus}"
             )
-        for name, known in (("dispatcher", DISPATCHERS), ("recompute", RECOMPUTE)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
         if self.dtype == "mxfp8" and not self.cluster.gpu.has_mxfp8:
             raise ValueError(f"dtype='mxfp8': {self.cluster.gpu.name} has no mxfp8 tensor cores; use fp8 or bf16")
-        if self.mtp < 0:
-            raise ValueError(f"mtp_layers={self.mtp_layers} must be at least 0")
         if self.layout:
             _ = self.stages
-        for name in ("overlap", "grad_overlap"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be in 0 .. 1")
-        for name in ("imbalance", "cv_fast", "cv_slow", "fixed_us"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0")
-        if self.efficiency is not None and not 0 < self.efficiency <= 1:
-            raise ValueError(f"efficiency={self.efficiency!r} must be in (0, 1]")
 
     @property
     def mtp(self) -> int:

@@ -107,3 +107,27 @@ def test_the_output_layer_is_bf16_whatever_the_layers_are():
     share = efficiency.at_share(DEEPSEEK, B200, "mxfp8", 4096, 0.5)
     whole = DEEPSEEK.train_flops_per_token(4096) / (B200.gpu.fp8_tflops.value * 0.5e6)
     assert share.of(DEEPSEEK) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("dtype", "fp32", "use one of bf16, fp8, mxfp8"),
+        ("dispatch_dtype", "int4", "use one of"),
+        ("micro_batches", -3, "a whole number of at least 1"),
+        ("virtual_pp", 0, "a whole number of at least 1"),
+        ("pp", 0, "a whole number of at least 1"),
+        ("pp", -1, "a whole number of at least 1"),
+        ("sequence", -1, "a whole number of at least 1"),
+        ("tokens", 1.5, "a whole number of at least 1"),
+        ("mtp_layers", 1.5, "a whole number of at least 0"),
+        ("imbalance", float("inf"), "a finite number of at least 0"),
+        ("cv_slow", float("nan"), "a finite number of at least 0"),
+        ("efficiency", 0.0, "in (0, 1]"),
+    ],
+)
+def test_a_job_is_asked_with_what_can_be(field, value, said):
+    given = {"gpus": 256, "ep": 64, "pp": 4, field: value}
+    with pytest.raises(ValueError) as refused:
+        step_time.Job(models.get("deepseek_v3"), clusters.get("h100_8x400g"), **given)
+    assert f"{field}={value!r}" in str(refused.value) and said in str(refused.value)
