@@ -193,6 +193,8 @@ def host_columns(owners: ExpertOwners | None, num_ranks: int, per_rank: int, spa
     ValueError for owners of other ranks."""
     if owners is None:
         return _identity(num_ranks, per_rank, spare)
+    if not hasattr(owners, "host_columns"):
+        raise ValueError(f"owners={owners!r:.80} must be hybrid_ep.balance.owners.Owners, or None: in their order")
     if (owners.num_ranks, owners.per_rank) == (num_ranks, per_rank):
         return owners.host_columns(spare)
     raise ValueError(

@@ -76,9 +76,13 @@ def layout(spare_slots: Any, num_owners: Any, shapes: Any, dtype: Any) -> SpareL
     spare_slots = validation.integer("spare_slots", spare_slots, 1)
     num_owners = validation.integer("num_owners", num_owners, 1)
     try:
-        known = tuple(tuple(int(n) for n in shape) for shape in shapes)
+        given = [list(shape) for shape in shapes]
     except TypeError as error:
         raise ValueError(f"shapes={shapes!r} must be the shapes of the matrices of one expert") from error
+    known = tuple(
+        tuple(validation.integer(f"shapes[{i}][{j}]", n, 1) for j, n in enumerate(shape))
+        for i, shape in enumerate(given)
+    )
     if (why := why_not(known, dtype)) is not None:
         raise ValueError(why)
     return SpareLayout(spare_slots, num_owners, dtype, known)
@@ -130,6 +134,7 @@ def slot_expert(plan: Any, slots: SpareLayout, num_ranks: int, device: torch.dev
         raise ValueError(
             f"plan is {validation.describe(x)}; give a contiguous int32 {list(shape)}, -1 for an empty slot"
         )
+    x = x.resolve_neg()  # kernels read what lies in memory
     experts = num_ranks * slots.num_owners
     if device.type == "cpu" and (int(x.min()) < -1 or int(x.max()) >= experts):
         raise ValueError(f"plan names experts {int(x.min())} to {int(x.max())}; give -1 to {experts - 1}")
@@ -147,17 +152,23 @@ def addresses(
 ) -> torch.Tensor:
     """int64 [owners, matrices] on the device: of experts' matrices, made once for the same tensors. ValueError."""
     device = session.options.device
-    if len(given) != slots.num_owners or any(len(one) != len(slots.shapes) for one in given):
-        raise ValueError(
-            f"{name} has {[len(one) for one in given]} matrices of {len(given)} experts; give {len(slots.shapes)} of "
-            f"each of the {slots.num_owners} experts of this rank, in the order of their slots"
-        )
+    wanted = (
+        f"give {len(slots.shapes)} of each of the {slots.num_owners} experts of this rank, in the order of their slots"
+    )
+    try:
+        matrices = [len(one) for one in given]
+    except TypeError:
+        raise ValueError(f"{name} is {validation.describe(given)}, no matrices by expert; {wanted}") from None
+    if matrices != [len(slots.shapes)] * slots.num_owners:
+        raise ValueError(f"{name} has {matrices} matrices of {len(matrices)} experts; {wanted}")
     key = []
     for expert, one in enumerate(given):
         for n, (x, shape) in enumerate(zip(one, slots.shapes, strict=True)):
             which = f"{name}[{expert}][{n}]"
             if not isinstance(x, torch.Tensor) or x.dtype != dtype or tuple(x.shape) != shape or x.device != device:
                 raise ValueError(f"{which} is {validation.describe(x)}; give {dtype} {list(shape)} on {device}")
+            if x.is_neg():  # the kernels read and write what lies in memory, where the sign is not carried out
+                raise ValueError(f"{which} is a view of the negative of its memory; give it as .resolve_neg()")
             address = require_memory(which, x)
             if not x.is_contiguous() or address % alignment:
                 raise ValueError(

@@ -186,6 +186,7 @@ def test_what_is_refused(group):
             ({"topk_idx": good.float()}, "topk_idx has dtype"),
             ({"routing_map": torch.zeros(2, experts + world.size, dtype=torch.bool)}, "number of experts is"),
             ({"topk_idx": good, "owners": Owners(2 * experts, world.size)}, "owners are of"),
+            ({"topk_idx": good, "owners": 3}, "owners=3 must be hybrid_ep.balance.owners.Owners"),
             ({"topk_idx": good, "plan": 3}, "plan is"),
         ]:
             with pytest.raises(ValueError, match=said):

@@ -259,6 +259,7 @@ def test_bad_arguments_are_refused_by_name():
         slots = make(group, 1, 1)
         plan = torch.full((1, 1), -1, dtype=torch.int32)
         good = [[torch.zeros(shape) for shape in SHAPES]]
+        negative = torch._neg_view(torch.ones(SHAPES[0]))
         for call, match in (
             (lambda: slots.wait(), "wait: no push"),
             (lambda: slots.wait_collect(), r"wait_collect: no collection.*start_collect\("),
@@ -269,6 +270,15 @@ def test_bad_arguments_are_refused_by_name():
             (lambda: slots.push(plan, [[torch.zeros(25)[1:].view(3, 8), *good[0][1:]]]), r"weights\[0\]\[0\] is not"),
             (lambda: slots.collect(plan, [[x.bfloat16() for x in good[0]]]), r"sums\[0\]\[0\] is"),
             (lambda: slots.push(plan, good, Owners(4, 2)), "owners are of 2 ranks"),
+            (lambda: slots.push(plan, good, 3), "owners=3 must be hybrid_ep.balance.owners.Owners"),
+            (
+                lambda: slots.push(plan, None),
+                "weights is NoneType None, no matrices by expert; give 3 of each of the 1",
+            ),
+            (lambda: slots.push(plan, [None]), "weights is list .*, no matrices by expert"),
+            (lambda: slots.collect(plan, None), "sums is NoneType None"),
+            (lambda: slots.push(plan, [[negative, *good[0][1:]]]), r"weights\[0\]\[0\] is .*resolve_neg"),
+            (lambda: slots.collect(plan, [[negative, *good[0][1:]]]), r"sums\[0\]\[0\] is .*resolve_neg"),
         ):
             with pytest.raises(ValueError, match=match):
                 call()
@@ -289,6 +299,10 @@ def test_bad_arguments_are_refused_by_name():
         ({"shapes": [(3,)]}, "shapes has"),
         ({"shapes": []}, "shapes has 0"),
         ({"shapes": 3}, "shapes=3"),
+        ({"shapes": [(8, 8), (-8, -8)]}, r"shapes\[1\]\[0\]=-8 must be an integer of at least 1"),
+        ({"shapes": [(8, 0)]}, r"shapes\[0\]\[1\]=0"),
+        ({"shapes": [(8.9, 8)]}, r"shapes\[0\]\[0\]=8.9"),
+        ({"shapes": [("a",)]}, r"shapes\[0\]\[0\]='a'"),
         ({"dtype": torch.int8}, "dtype is"),
         ({"num_blocks": 0}, "num_blocks"),
     ):
@@ -394,3 +408,13 @@ def test_a_process_that_is_killed_ends_the_wait_of_who_holds_its_clone(tmp_path)
         one.join(120)
     assert ranks[2].exitcode == -signal.SIGKILL
     assert said.get(timeout=10) == (0, 2.0 * 24, "clone_weights", 2)
+
+
+def test_a_plan_that_is_the_negative_of_its_memory_is_read_with_its_sign():
+    def work(rank, group):
+        slots = make(group, 1, 1)
+        slots.push(torch._neg_view(torch.tensor([[1], [1]], dtype=torch.int32)), [[torch.ones(s) for s in SHAPES]])
+        slots.wait()
+        return float(slots.weights[0].sum())
+
+    assert VirtualWorld(1, 2).run(work) == [0.0, 0.0], "the plan says -1: all slots are empty"
