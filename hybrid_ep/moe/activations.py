@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from hybrid_ep.moe import checks
+
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_erf": "gelu_erf"}
 PLAIN = ("silu", "gelu", "gelu_erf", "relu", "relu2")
 KINDS = (*GATED, *PLAIN)
@@ -39,11 +41,13 @@ def weighted_activation(h: torch.Tensor, prob: torch.Tensor | None, kind: str = 
     tail rows are harmless then, and get dprob = 0 only where h is finite. Raises ValueError."""
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; give one of {', '.join(KINDS)}")
+    checks.tensor("h", h, "floating [N, 2F] of a gated kind, else [N, F]")
     if h.dim() != 2 or h.dtype not in FLOATS or (kind in GATED and h.shape[1] % 2):
         raise ValueError(
             f"h {h.dtype} {tuple(h.shape)} must be a floating [N, {'2F' if kind in GATED else 'F'}] for kind={kind!r}"
         )
     if prob is not None:
+        checks.tensor("prob", prob, "fp32 or fp64 [N] or [N, 1], or None")
         if prob.dtype not in (torch.float32, torch.float64) or prob.shape not in ((h.shape[0],), (h.shape[0], 1)):
             raise ValueError(
                 f"prob {prob.dtype} {tuple(prob.shape)} must be fp32 or fp64 [N] or [N, 1] "

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hybrid_ep.moe import checks
+
 _BLOCK_ELEMENTS = 1 << 18
 
 
@@ -20,6 +22,7 @@ def inverse_map(token_of_row: torch.Tensor, num_tokens: int, topk: int) -> torch
 
     token_of_row int64 [P]: the token each row was made for, -1 for padding. No host synchronisation. Rows of a token
     beyond topk are an error on a CPU (ValueError) and undefined on a GPU, where nothing waits to look."""
+    checks.tensor("token_of_row", token_of_row, "int64 [P], the token each row was made for")
     num_rows = token_of_row.numel()
     order = torch.sort(token_of_row, stable=True)  # rows of a token stay ascending, padding comes first
     first = torch.searchsorted(order.values, order.values)  # where this row's token begins
@@ -41,19 +44,33 @@ def inverse_map(token_of_row: torch.Tensor, num_tokens: int, topk: int) -> torch
 def unpermute(rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """[T, H] in rows' dtype: the fp32 sum, over the columns of inverse in order, of weight times row.
 
-    rows [P, H]; inverse int64 [T, K], -1 for no row, every row named at most once; weights fp32 [P] (one per row) or
-    None; all on one device, any strides. A token without rows gets zeros. Differentiable in rows and weights;
-    gradients of rows that no token names are zeros. Raises ValueError."""
+    rows [P, H], floating; inverse int64 [T, K], -1 for no row, every row named at most once; weights fp32 [P] (one per
+    row) or None; all on one device, any strides. A token without rows gets zeros. Differentiable in rows and weights;
+    gradients of rows that no token names are zeros. Raises ValueError; for an inverse that names rows which are not
+    there, on a CPU alone: on a GPU nothing waits to look."""
+    checks.tensor("rows", rows, "[P, H]")
+    checks.tensor("inverse", inverse, "int64 [T, K]; inverse_map makes one")
+    if weights is not None:
+        checks.tensor("weights", weights, "float32 [P], one a row")
     if rows.dim() != 2 or inverse.dim() != 2 or inverse.dtype != torch.int64:
         raise ValueError(
             f"rows {tuple(rows.shape)} and inverse {inverse.dtype} {tuple(inverse.shape)} must be [P, H] "
             "and int64 [T, K]; inverse_map makes one"
         )
+    if not rows.is_floating_point():  # a sum in fp32 would be cut to their type
+        raise ValueError(f"rows are {rows.dtype}; give floating ones: rows.float()")
     if weights is not None and (weights.shape != rows.shape[:1] or weights.dtype != torch.float32):
         raise ValueError(f"weights {weights.dtype} {tuple(weights.shape)} must be float32 [{rows.shape[0]}], one a row")
     for name, tensor in (("inverse", inverse), ("weights", weights)):
         if tensor is not None and tensor.device != rows.device:
             raise ValueError(f"{name} is on {tensor.device} and rows on {rows.device}; move {name} to {rows.device}")
+    if inverse.device.type == "cpu" and inverse.numel():
+        low, high = (int(row) for row in inverse.aminmax())
+        if low < -1 or high >= rows.shape[0]:
+            raise ValueError(
+                f"inverse names row {low if low < -1 else high} of {rows.shape[0]} rows; give numbers from 0 to below "
+                "that, -1 for no row"
+            )
     return _Unpermute.apply(rows, inverse, weights)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid_ep.moe import padding, probing
+from hybrid_ep.moe import checks, padding, probing
 from hybrid_ep.moe.backends import BACKENDS, FLOATS, Backend, Groups
 
 log = logging.getLogger("hybrid_ep.moe")
@@ -80,11 +80,15 @@ def grouped_mm(
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
     first_rows, nothing waits for the device (the first call per device and dtype, which probes, does). Raises
     ValueError for a wrong argument; on a CPU offsets are checked too."""
-    stacks = (w,) if isinstance(w, torch.Tensor) else tuple(w)
-    _check(x, stacks, offsets, tail, first_rows)
+    stacks = (w,) if isinstance(w, torch.Tensor) else _stacks(w)
+    known = (
+        None if first_rows is None else checks.integers("first_rows", first_rows, "the first row of each stack of w")
+    )
+    _check(x, stacks, offsets, tail, known)
     if out is not None:
         _check_out(out, x, stacks)
-    known = None if first_rows is None else tuple(first_rows)
+    if arriving is not None:
+        _check_arriving(arriving)
     groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
     arriving = arriving if len(stacks) > 1 else None
     machine = _choose(backend, x, stacks, groups, out is not None, arriving is not None)
@@ -300,10 +304,34 @@ def _say_once(name: str, candidate: str, reasons: list[str], x: torch.Tensor, sh
         )
 
 
+def _stacks(given: Any) -> tuple[torch.Tensor, ...]:
+    try:
+        stacks = tuple(given)
+    except TypeError:
+        stacks = (given,)
+    for n, w in enumerate(stacks):
+        checks.tensor(f"w[{n}]" if len(stacks) > 1 else "w", w, "weights [E, K, F], or several such stacks")
+    return stacks
+
+
+def _check_arriving(arriving: Any) -> None:
+    if not all(callable(getattr(arriving, name, None)) for name in ("under_way", "wait", "gradients")):
+        raise ValueError(
+            f"arriving={arriving!r:.80} must have under_way(), wait() and gradients(made), as hybrid_ep.moe.grouped's "
+            "Arrivals says, or be None where all weights are here"
+        )
+
+
 def _check(
-    x: torch.Tensor, stacks: Sequence[torch.Tensor], offsets: torch.Tensor, tail: bool, first_rows: Sequence[int] | None
+    x: torch.Tensor,
+    stacks: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    tail: bool,
+    first_rows: tuple[int, ...] | None,
 ) -> None:
     num_groups = 0
+    checks.tensor("x", x, "rows [N, K]")
+    checks.tensor("offsets", offsets, "int32 or int64 [E], the row at which each group ends")
     for w in stacks:
         if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or w.shape[2] != stacks[0].shape[2]:
             raise ValueError(
@@ -324,25 +352,18 @@ def _check(
         )
     if first_rows is not None:
         _check_first_rows(first_rows, x.shape[0], len(stacks))
-    if offsets.device.type == "cpu":
-        ends = [0, *offsets.tolist(), x.shape[0]]
-        if any(a > b for a, b in zip(ends, ends[1:], strict=False)) or (not tail and ends[-2] != x.shape[0]):
-            raise ValueError(
-                f"offsets={ends[1:-1]} must ascend from 0 to {'at most ' if tail else ''}the "
-                f"{x.shape[0]} rows of x{'' if tail else ' (tail=False says that none lie behind)'}"
-            )
-        begins = (0, *(ends[cut] for cut in itertools.accumulate(w.shape[0] for w in stacks[:-1])))
-        if first_rows is not None and tuple(first_rows) != begins:
-            raise ValueError(
-                f"first_rows={tuple(first_rows)} must be where offsets={offsets.tolist()} end the groups "
-                "of the stack before"
-            )
+    ends = checks.row_ends(offsets, x.shape[0], tail=tail)
+    if ends is not None and first_rows is not None:
+        starts = [0, *ends]
+        begins = (0, *(starts[cut] for cut in itertools.accumulate(w.shape[0] for w in stacks[:-1])))
+        if first_rows != begins:
+            raise ValueError(f"first_rows={first_rows} must be where offsets={ends} end the groups of the stack before")
 
 
-def _check_first_rows(first_rows: Sequence[int], num_rows: int, num_stacks: int) -> None:
+def _check_first_rows(first_rows: tuple[int, ...], num_rows: int, num_stacks: int) -> None:
     bounds = [*first_rows, num_rows]
     if len(first_rows) != num_stacks or bounds[0] != 0 or bounds != sorted(bounds):
         raise ValueError(
-            f"first_rows={tuple(first_rows)} must hold the first row of each of the {num_stacks} stacks "
+            f"first_rows={first_rows} must hold the first row of each of the {num_stacks} stacks "
             f"of w: 0, then ascending to at most the {num_rows} rows of x"
         )

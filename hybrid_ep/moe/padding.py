@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from hybrid_ep.moe import checks
+
 # Rows to which the groups of a format must be padded: the scale blocks of mxfp8 lie along the token dimension in the
 # weight gradient, rowwise fp8 needs 16-byte rows of the transposed operand. 16-bit and wider formats need nothing:
 # the ragged dimension is not the contiguous one.
@@ -59,9 +61,23 @@ def pad_groups(rows: torch.Tensor, offsets: torch.Tensor, multiple: int, *, empt
     exact zeros to weight gradients and touch no other row: with empty_only no bit of any result changes (a group of
     another length may get another kernel from the BLAS, that is, another order of the same sum). Raising the *counts*
     without real rows hands an expert its neighbour's rows. Tail rows follow behind the groups, as they were.
-    The result has N + E * multiple rows whatever the counts. Differentiable in rows. ValueError: multiple < 1."""
-    if multiple < 1:
-        raise ValueError(f"multiple={multiple!r} must be at least 1; row_alignment(format) tells what a format needs")
+    The result has N + E * multiple rows whatever the counts. Differentiable in rows. ValueError: multiple < 1, rows or
+    offsets of other kinds; on a CPU also offsets that do not ascend or lead beyond the rows."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise ValueError(
+            f"multiple={multiple!r} must be an integer of at least 1; row_alignment(format) tells what a format needs"
+        )
+    if checks.tensor("rows", rows, "[N, K]").dim() != 2:
+        raise ValueError(f"rows {tuple(rows.shape)} must be [N, K]")
+    checks.tensor("offsets", offsets, "int32 or int64 [E], the row at which each group ends")
+    if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or not offsets.numel():
+        raise ValueError(
+            f"offsets {offsets.dtype} {tuple(offsets.shape)} must be int32 or int64 [E], E >= 1; it holds the row at "
+            "which each group ends"
+        )
+    if offsets.device != rows.device:
+        raise ValueError(f"rows are on {rows.device}, offsets on {offsets.device}; move them to one device")
+    checks.row_ends(offsets, rows.shape[0], "rows")
     padded_offsets, row_of = padded_layout(offsets, rows.shape[0], multiple, empty_only=empty_only)
     padded = rows.new_zeros(rows.shape[0] + offsets.numel() * multiple, rows.shape[1])
     return PaddedGroups(padded.index_copy(0, row_of, rows), padded_offsets, row_of)

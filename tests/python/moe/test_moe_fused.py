@@ -145,6 +145,8 @@ def test_fp64_stays_out_of_the_kernels_that_compute_in_fp32():
         ((torch.zeros(2, 4, dtype=torch.int32), None, "silu"), "floating"),
         ((torch.zeros(2, 4), torch.zeros(3), "silu"), "the 2 rows of h"),
         ((torch.zeros(2, 4), torch.zeros(2).half(), "silu"), "must be fp32"),
+        ((torch.zeros(2, 4), 3.0, "swiglu"), "prob is float 3.0; give a tensor"),
+        ((None, None, "swiglu"), "h is NoneType None; give a tensor"),
     ],
 )
 def test_bad_activation_input_is_named(arguments, said):
@@ -227,6 +229,19 @@ def test_bad_unpermute_input_is_named():
         unpermute(torch.zeros(2, 2), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="one a row"):
         unpermute(torch.zeros(2, 2), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(3))
+    for names, said in (([[0, 9]], "inverse names row 9 of 2 rows"), ([[-2, 0]], "inverse names row -2")):
+        with pytest.raises(ValueError, match=said):
+            unpermute(rows, torch.tensor(names), weights)
+    for arguments, said in (
+        ((None, inverse), "rows is NoneType None; give a tensor"),
+        ((rows, [[0, 1]]), r"inverse is list \[\[0, 1\]\]; give a tensor"),
+        ((rows, inverse, 0.5), "weights is float 0.5; give a tensor"),
+        ((rows.int(), inverse, weights), r"rows are torch.int32; give floating ones: rows.float\(\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            unpermute(*arguments)
+    with pytest.raises(ValueError, match="token_of_row is NoneType None"):
+        inverse_map(None, 1, 1)
 
 
 def test_the_table_of_precision_says_that_the_accumulator_matters(capsys):

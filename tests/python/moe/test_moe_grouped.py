@@ -191,6 +191,13 @@ def test_shapes_that_torch_refuses_go_to_the_loop_and_only_when_asked_for_auto(c
         ({"w": torch.randn(3, K, F).half()}, "both must be one of"),
         ({"backend": "cutlass"}, "backend='cutlass' is unknown"),
         ({"backend": "te"}, "Transformer Engine"),
+        ({"x": None}, r"x is NoneType None; give a tensor: rows \[N, K\]"),
+        ({"w": None}, "w is NoneType None; give a tensor"),
+        ({"w": [torch.randn(3, K, F), 3]}, r"w\[1\] is int 3; give a tensor"),
+        ({"offsets": [2, 2, 6]}, r"offsets is list \[2, 2, 6\]; give a tensor"),
+        ({"arriving": 3}, r"arriving=3 must have under_way\(\)"),
+        ({"first_rows": [0, None]}, r"first_rows=\[0, None\] must be integers"),
+        ({"first_rows": 3}, "first_rows=3 must be integers"),
     ],
 )
 def test_bad_input_is_named(change, said):
@@ -378,6 +385,27 @@ def test_padding_is_differentiable_and_alignment_is_named():
         row_alignment("int4")
     with pytest.raises(ValueError, match="multiple=0"):
         pad_groups(x, torch.tensor([0, 3, 3]), 0)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"offsets": torch.tensor([2, 9, 1])}, r"offsets=\[2, 9, 1\] must ascend from 0 to at most the 6 rows of rows"),
+        ({"offsets": torch.tensor([2, 7])}, "at most the 6 rows"),
+        ({"offsets": torch.tensor([-1, 2])}, r"offsets=\[-1, 2\]"),
+        ({"offsets": torch.tensor([2.0, 4.0])}, "offsets torch.float32"),
+        ({"offsets": torch.zeros(0, dtype=torch.int32)}, "E >= 1"),
+        ({"offsets": [2, 4]}, r"offsets is list \[2, 4\]; give a tensor"),
+        ({"offsets": torch.zeros(1, dtype=torch.int32, device="meta")}, "offsets on meta"),
+        ({"rows": None}, "rows is NoneType None"),
+        ({"rows": torch.zeros(6)}, r"rows \(6,\) must be"),
+        ({"multiple": 2.5}, "multiple=2.5 must be an integer of at least 1"),
+    ],
+)
+def test_groups_that_cannot_be_padded_are_named(change, said):
+    good = {"rows": torch.arange(6.0)[:, None], "offsets": torch.tensor([2, 4]), "multiple": 4}
+    with pytest.raises(ValueError, match=said):
+        pad_groups(**(good | change))
 
 
 def test_zeros_are_stored_not_multiplied():
