@@ -18,6 +18,8 @@ from functools import cached_property
 
 import torch
 
+from hybrid_ep.runtime import validation
+
 LINE = 128  # bytes at which a matrix of a stack begins
 DEFAULT_SLICE_BYTES = 2 << 20
 COUNTER_BYTES = 64  # a counter has a line of a CPU's cache for itself
@@ -64,16 +66,26 @@ class WeightLayout:
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_ranks", "num_layers", "held"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}={number!r} must be an integer, at least 1")
+            object.__setattr__(self, name, validation.integer(name, getattr(self, name), 1))
         if self.num_ranks > self.num_experts:
             raise ValueError(
                 f"num_ranks={self.num_ranks} exceeds the {self.num_experts} experts: give a group in which every rank "
                 "owns an expert"
             )
-        if not self.shapes or any(len(shape) == 0 or min(shape) < 1 for shape in self.shapes):
-            raise ValueError(f"shapes={self.shapes} must name every matrix of an expert, without empty dimensions")
+        remedy = "name every matrix of an expert, without empty dimensions, as ((4096, 2048), (2048, 4096))"
+        try:
+            shapes = tuple(tuple(shape) for shape in self.shapes)
+        except TypeError:
+            raise ValueError(f"shapes={self.shapes!r} must be tuples of integers; {remedy}") from None
+        if not shapes or () in shapes:
+            raise ValueError(f"shapes={self.shapes!r} lacks numbers; {remedy}")
+        known = tuple(
+            tuple(validation.integer(f"shapes[{n}][{i}]", size, 1, remedy) for i, size in enumerate(shape))
+            for n, shape in enumerate(shapes)
+        )
+        object.__setattr__(self, "shapes", known)  # as ranks compare them
+        if not isinstance(self.dtype, torch.dtype):
+            raise ValueError(f"dtype={self.dtype!r} must be a torch.dtype, as torch.bfloat16")
         if not self.most_own <= self.held <= self.num_experts:
             raise ValueError(
                 f"held={self.held} must be from {self.most_own} (a rank's own experts) to {self.num_experts} (all)"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_ep.errors import BufferFailedError, DeadlineError, HybridEPError
+from hybrid_ep.runtime import validation
 from hybrid_ep.weights import layout as places
 from hybrid_ep.weights.layout import DEFAULT_SLICE_BYTES
 from hybrid_ep.weights.order import Order
@@ -96,12 +97,10 @@ class WeightPrefetcher:
     """
 
     def __init__(self, store: ExpertStore, *, num_buffers: int = 2, slice_bytes: int = DEFAULT_SLICE_BYTES) -> None:
-        if num_buffers < 2:
-            raise ValueError(f"num_buffers={num_buffers} must be at least 2: one computes while the other is filled")
-        if slice_bytes < 1:
-            raise ValueError(f"slice_bytes={slice_bytes} must be at least 1")
+        num_buffers = validation.integer("num_buffers", num_buffers, 2, "one computes while the other is filled")
+        self.slice_bytes = validation.integer("slice_bytes", slice_bytes, 1)
         self.store, self.layout = store, store.layout
-        self.slice_bytes, self.statistics = slice_bytes, Statistics()
+        self.statistics = Statistics()
         lay, rank, memory = self.layout, store.rank, store.memory
         num_bytes = max(lay.stack_bytes(lay.fetched), places.LINE)
         self._slots = [_Slot(memory.buffer(num_bytes)) for _ in range(min(num_buffers, max(2, lay.num_layers)))]
@@ -141,8 +140,7 @@ class WeightPrefetcher:
 
         DeadlineError names the owner who has not published them. RuntimeError where all buffers are in use."""
         self.store.check_usable()
-        if not 0 <= layer < self.layout.num_layers:
-            raise ValueError(f"layer={layer} must be from 0 to {self.layout.num_layers - 1}")
+        layer = self._layer(layer)
         if self.store.version == 0:
             raise RuntimeError("no weights were published: call publish before acquire")
         with self._lock:
@@ -177,6 +175,7 @@ class WeightPrefetcher:
         That is what came after it in the step before. Where none was like this one: backward: the layer ran in the
         backward. training: a backward follows the forward, so that the way turns at the last layer; evaluation goes
         round. A wrong guess costs time, never a result."""
+        layer = self._layer(layer)
         with self._lock:
             slot = self._holding(layer)
             if slot is None or not slot.users:
@@ -217,6 +216,9 @@ class WeightPrefetcher:
         return whole.as_strided(size, stride, first)
 
     # ---- buffers
+
+    def _layer(self, layer: int) -> int:
+        return validation.integer("layer", layer, 0, "give a layer of the store", self.layout.num_layers - 1)
 
     def _holding(self, layer: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.layer == layer), None)

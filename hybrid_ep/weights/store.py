@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_ep.errors import BufferFailedError, DeadlineError, HybridEPError
+from hybrid_ep.runtime import validation
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree, open_segments
 from hybrid_ep.runtime.options import seconds
 from hybrid_ep.weights import layout as places
@@ -102,6 +103,7 @@ class ExpertStore:
         have, too. DeadlineError names a rank that has not. ValueError for weights of other shapes."""
         self.check_usable()
         own = self.layout.own(self.rank)
+        weights = self._listed(weights)
         wanted = [[(own, *shape) for shape in self.layout.shapes]] * self.layout.num_layers
         given = [[tuple(stack.shape) for stack in layer] for layer in weights]
         if given != wanted or any(stack.dtype != self.layout.dtype for layer in weights for stack in layer):
@@ -121,6 +123,19 @@ class ExpertStore:
         self._own_marks.add()
         self.version += 1
         self.shared.tell(places.PUBLISHED, self.version)
+
+    def _listed(self, weights: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """As they are gone through several times, which a generator is not."""
+        remedy = f"give {self.layout.num_layers} layers of a tensor for each of {len(self.layout.shapes)} matrices"
+        try:
+            listed = [list(layer) for layer in weights]
+        except TypeError:
+            raise ValueError(f"weights is {validation.describe(weights)}; {remedy}") from None
+        for layer, stacks in enumerate(listed):
+            for n, stack in enumerate(stacks):
+                if not isinstance(stack, torch.Tensor):
+                    raise ValueError(f"weights[{layer}][{n}] is {validation.describe(stack)}; {remedy}")
+        return listed
 
     def _own(self, layer: int, n: int) -> torch.Tensor:
         shape = (self.layout.own(self.rank), *self.layout.shapes[n])
@@ -244,8 +259,7 @@ class ExpertStore:
 
     def _check_gradients(self, layer: int, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
         lay, others = self.layout, self.layout.num_experts - self.layout.own(self.rank)
-        if not 0 <= layer < lay.num_layers:
-            raise ValueError(f"layer={layer} must be from 0 to {lay.num_layers - 1}, of the layers of this store")
+        validation.integer("layer", layer, 0, "give a layer of this store", lay.num_layers - 1)
         if len(gradients) != len(lay.shapes):
             raise ValueError(f"gradients has {len(gradients)} matrices; give the stacks of all {len(lay.shapes)}")
         for n, (stacks, shape) in enumerate(zip(gradients, lay.shapes, strict=True)):

@@ -275,7 +275,12 @@ def test_wrong_uses_say_what_is_right():
         with pytest.raises(ValueError, match="num_ranks=2 must be the 1 ranks"):
             ExpertStore(group, WeightLayout(4, 2, 3, SHAPES, torch.float32, 2), timeout_s=5)
         store = ExpertStore(group, layout, timeout_s=5)
-        for options, text in (({"num_buffers": 1}, "num_buffers=1"), ({"slice_bytes": 0}, "slice_bytes=0")):
+        for options, text in (
+            ({"num_buffers": 1}, "num_buffers=1"),
+            ({"num_buffers": 2.5}, "num_buffers=2.5 must be an integer"),
+            ({"slice_bytes": 0}, "slice_bytes=0"),
+            ({"slice_bytes": 10.5}, "slice_bytes=10.5 must be an integer"),
+        ):
             with pytest.raises(ValueError, match=text):
                 WeightPrefetcher(store, **options)
         prefetcher = WeightPrefetcher(store)
@@ -284,9 +289,20 @@ def test_wrong_uses_say_what_is_right():
         weights = own_weights(layout, rank, 0)
         with pytest.raises(ValueError, match="weights must be 3 layers"):
             prefetcher.publish(weights[:2])
+        for bad, text in (
+            (None, "weights is NoneType None; give 3 layers of a tensor for each of 2 matrices"),
+            ([*weights[:2], None], "weights is list"),
+            ([*weights[:2], [weights[2][0], None]], r"weights\[2\]\[1\] is NoneType None"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                prefetcher.publish(bad)
+        assert store.version == 0
         prefetcher.publish(weights)
-        with pytest.raises(ValueError, match="layer=3 must be from 0 to 2"):
-            prefetcher.acquire(3)
+        for layer in (3, -1, 1.0, None):
+            with pytest.raises(ValueError, match=f"layer={layer} must be an integer from 0 to 2"):
+                prefetcher.acquire(layer)
+            with pytest.raises(ValueError, match=f"layer={layer} must be an integer from 0 to 2"):
+                prefetcher.release(layer)
         prefetcher.acquire(0)
         prefetcher.acquire(2)
         with pytest.raises(RuntimeError, match="finds no buffer: layers .* more num_buffers"):
@@ -305,6 +321,21 @@ def test_wrong_uses_say_what_is_right():
     VirtualWorld(1, 1).run(run)
 
 
+def test_weights_that_come_from_a_generator_are_published():
+    layout = WeightLayout(2, 1, 2, [list(shape) for shape in SHAPES], torch.float32, 2)
+    assert layout == WeightLayout(2, 1, 2, SHAPES, torch.float32, 2), "shapes are compared as tuples"
+
+    def run(rank, group):
+        store, weights = ExpertStore(group, layout, timeout_s=5), own_weights(layout, rank, 0)
+        store.publish(iter(layer) for layer in weights)
+        assert store.version == 1
+        for layer, stacks in enumerate(weights):
+            assert all(torch.equal(store._own(layer, n), stack) for n, stack in enumerate(stacks))
+        store.close()
+
+    VirtualWorld(1, 1).run(run)
+
+
 def test_a_refused_gradient_adds_nothing():
     """Not what the step before left either, which a call without matrices would have sent again."""
     layout = WeightLayout(4, 2, 2, SHAPES, torch.float32, 2)
@@ -317,8 +348,8 @@ def test_a_refused_gradient_adds_nothing():
             r"gradients\[1\] has a stack \(2, 1, 1\); give \[exp",
         ),
         (0, [[torch.ones(2, *SHAPES[0])], [torch.ones(1, *SHAPES[1])]], r"gradients\[1\] has 1 experts; give the 2"),
-        (-1, [[torch.ones(2, *shape)] for shape in SHAPES], "layer=-1 must be from 0 to 1"),
-        (2, [[torch.ones(2, *shape)] for shape in SHAPES], "layer=2 must be from 0 to 1"),
+        (-1, [[torch.ones(2, *shape)] for shape in SHAPES], "layer=-1 must be an integer from 0 to 1"),
+        (2, [[torch.ones(2, *shape)] for shape in SHAPES], "layer=2 must be an integer from 0 to 1"),
     ]
 
     def run(rank, group):
@@ -364,6 +395,11 @@ def test_memory_that_is_not_there_says_what_it_was_for(monkeypatch):
         ({"num_experts": 4.0}, "num_experts=4.0 must be an integer"),
         ({"num_layers": True}, "num_layers=True must be an integer"),
         ({"shapes": ((0, 3),)}, "without empty dimensions"),
+        ({"shapes": ()}, r"shapes=\(\) lacks numbers"),
+        ({"shapes": ((2, 3), ())}, "lacks numbers"),
+        ({"shapes": (4, 8)}, r"shapes=\(4, 8\) must be tuples of integers"),
+        ({"shapes": ((4.5, 8),)}, r"shapes\[0\]\[0\]=4.5 must be an integer"),
+        ({"dtype": "x"}, "dtype='x' must be a torch.dtype"),
     ],
 )
 def test_layouts_that_cannot_be(change, text):
