@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.payload import quantize
-from hybrid_ep.runtime import eager
+from hybrid_ep.runtime import eager, validation
 from hybrid_ep.runtime.signatures import Buffer, Handle
 from hybrid_ep.streams import EventOverlap
 
@@ -58,6 +58,7 @@ def dispatch(
         "scaling_factor": scaling_factor,
         "handle": handle,
     }
+    _require_rows(hidden, "num_tokens")
     return _dispatch(buffer, False, hidden, given, _order(async_finish, previous_event))
 
 
@@ -92,6 +93,7 @@ def dispatch_with_permute(
 
     num_of_tokens_per_rank: by which a buffer with latency_tokens chooses the latency path, for all calls of a step;
     ValueError inside torch.compile, which takes the other."""
+    _require_rows(hidden, "num_tokens")
     if quantize.format_of(dispatch_dtype, hidden.shape[1]):
         if scaling_factor is not None:
             raise ValueError(
@@ -170,6 +172,12 @@ def _order(async_finish: bool, previous_event: EventOverlap | None) -> dict[str,
     return {"async_finish": async_finish, "previous_event": previous_event}
 
 
+def _require_rows(hidden: Any, rows: str) -> None:
+    """What is read here, before a buffer's verb looks at the rest."""
+    if not isinstance(hidden, Tensor) or hidden.dim() != 2:
+        raise ValueError(f"hidden is {validation.describe(hidden)}; give a tensor of 2 dimensions: [{rows}, hidden]")
+
+
 def _dispatch(
     buffer: Buffer, permute: bool, hidden: Tensor, given: dict[str, Any], order: dict[str, Any]
 ) -> tuple[Any, ...]:
@@ -190,6 +198,7 @@ def _combine(
     backward_only: bool,
     order: dict[str, Any],
 ) -> tuple[Any, ...]:
+    _require_rows(hidden, "rows of the dispatch")
     if backward_only:
         given = ["probs"] if probs is not None else list(order)
         if given or torch.compiler.is_compiling():

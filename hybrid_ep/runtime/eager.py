@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.payload import quantize
-from hybrid_ep.runtime import names
+from hybrid_ep.runtime import names, validation
 from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED
 from hybrid_ep.runtime.signatures import Buffer, Combined, Handle
 from hybrid_ep.runtime.validation import ROW_ALIGNMENT, SUMMABLE
@@ -130,7 +130,9 @@ class _Combine(torch.autograd.Function):
         backward_only: bool,
     ) -> tuple[Any, ...]:
         if backward_only:
-            num_tokens = rest["handle"][(PERMUTED if permute else DISPATCHED).config - 1]
+            kind = PERMUTED if permute else DISPATCHED
+            validation.require_tuple(rest["handle"], kind)  # no verb looks at it before the backward
+            num_tokens = validation.integer("handle's number of tokens", rest["handle"][kind.config - 1], 0)
             out: tuple[Any, ...] = (hidden.new_full((num_tokens, hidden.shape[1]), float("nan")), None)
         else:
             out = run_combine(buffer, permute, hidden=hidden, probs=probs, **rest)

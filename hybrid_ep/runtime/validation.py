@@ -271,6 +271,14 @@ def fp8_agrees(use_fp8: Any, hidden: torch.Tensor) -> None:
         raise ValueError(f"use_fp8=True but hidden has dtype {hidden.dtype}; give 1-byte elements or use_fp8=False")
 
 
+def require_tuple(handle: Any, kind: HandleKind) -> None:
+    """That it may be what the verb of this kind returned."""
+    if not isinstance(handle, (tuple, list)):
+        raise ValueError(f"handle is {describe(handle)}; give the handle tuple that {kind.verb}() returned")
+    if len(handle) != kind.length:
+        raise ValueError(f"handle has {len(handle)} elements; give the {kind.length}-tuple that {kind.verb}() returned")
+
+
 def handle(value: Any, kind: HandleKind, topology: Topology) -> Any:
     """The plan inside a handle of this kind, made for this group."""
     if isinstance(value, Routed):
@@ -280,10 +288,7 @@ def handle(value: Any, kind: HandleKind, topology: Topology) -> Any:
                 f"permute={kind is PERMUTED}"
             )
         return _of_group(value.plan, topology)
-    if not isinstance(value, (tuple, list)):
-        raise ValueError(f"handle is {describe(value)}; give the handle tuple that {kind.verb}() returned")
-    if len(value) != kind.length:
-        raise ValueError(f"handle has {len(value)} elements; give the {kind.length}-tuple that {kind.verb}() returned")
+    require_tuple(value, kind)
     plan = getattr(value[kind.config], "plan", None)
     if plan is None:
         raise ValueError(

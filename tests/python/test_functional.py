@@ -247,6 +247,32 @@ def test_async_finish_gives_an_event_and_the_same_gradients():
     world.run(work)
 
 
+def test_rows_and_handles_that_are_none_are_named():
+    world, (buffer,) = world_and_buffers((1, 1))
+    x, idx = torch.ones(2, H), torch.tensor([[0], [1]])
+    for verb in (F.dispatch, F.dispatch_with_permute):
+        for hidden, said in ((None, "hidden is NoneType None"), (x[0], r"hidden is a torch.float32 tensor of shape")):
+            with pytest.raises(ValueError, match=said + ".*; give a tensor of 2 dimensions"):
+                verb(buffer, hidden, topk_idx=idx)
+    for dispatch, combine, length in (
+        (F.dispatch, F.combine, 7),
+        (F.dispatch_with_permute, F.combine_with_unpermute, 11),
+    ):
+        for hidden in (None, x[0]):
+            for backward_only in (False, True):
+                with pytest.raises(ValueError, match=r"hidden is .*\[rows of the dispatch, hidden\]"):
+                    combine(buffer, hidden, (), backward_only=backward_only)
+        for handle, said in (
+            (None, "handle is NoneType None; give the handle tuple"),
+            ((1, 2), f"handle has 2 elements; give the {length}-tuple"),
+            ((None,) * length, "handle's number of tokens=None must be an integer"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                combine(buffer, x, handle, backward_only=True)
+        rows, *_, handle = dispatch(buffer, x, topk_idx=idx)
+        assert combine(buffer, rows, handle, backward_only=True)[0].isnan().all()
+
+
 def test_async_finish_is_refused_inside_a_compiled_graph(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match="async_finish is given inside torch.compile"):
