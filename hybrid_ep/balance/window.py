@@ -23,6 +23,7 @@ from hybrid_ep.balance import inputs
 _TOKEN = 1 << 8  # the window counts in 1/256 tokens
 _ONE = 1 << 16  # decay as a fraction of this
 _STEP = 1 << 40  # the weight of the latest step
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class LoadWindow:
@@ -48,7 +49,15 @@ class LoadWindow:
         self._moments = _Moments(num_layers, num_experts, device) if covariance else None
 
     def add(self, layer: int, counts: torch.Tensor) -> None:
-        """Count a micro-batch: integers [num_experts] of one layer. No synchronisation, no communication."""
+        """Count a micro-batch: integers [num_experts] of one layer, 0 or more. No synchronisation, no communication.
+        ValueError for another layer, type or shape, and on a CPU for negative counts; on a GPU nothing waits to look.
+        """
+        layer = inputs.integer("layer", layer, 0, self.shape[0] - 1)
+        if not isinstance(counts, torch.Tensor) or counts.dtype not in _INTEGERS or counts.shape != self.shape[1:]:
+            given = f"{counts.dtype} {tuple(counts.shape)}" if isinstance(counts, torch.Tensor) else f"{counts!r:.60}"
+            raise ValueError(f"counts is {given}: give a tensor of integers ({self.shape[1]},), tokens of each expert")
+        if counts.device.type == "cpu" and int(counts.min()) < 0:
+            raise ValueError(f"{inputs.entry('counts', (counts < 0).numpy(), counts.numpy())}: give tokens, 0 or more")
         if self._fresh.device != counts.device:
             self._fresh, self._window = self._fresh.to(counts.device), self._window.to(counts.device)
         self._fresh[layer] += counts

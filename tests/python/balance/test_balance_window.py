@@ -62,6 +62,30 @@ def test_an_empty_window_is_zero_and_bad_ones_are_refused():
         LoadWindow(1, 3).restore(LoadWindow(2, 3).state())
 
 
+@pytest.mark.parametrize("covariance", [False, True])
+@pytest.mark.parametrize(
+    "layer, counts, said",
+    [
+        (0, torch.tensor(5), r"counts is torch.int64 \(\): give a tensor of integers \(4,\)"),
+        (0, torch.tensor([5]), r"counts is torch.int64 \(1,\)"),
+        (0, torch.ones(4), "counts is torch.float32"),
+        (0, [1, 2, 3, 4], r"counts is \[1, 2, 3, 4\]"),
+        (0, None, "counts is None"),
+        (0, torch.tensor([1, 0, -3, 2]), r"counts\[2\] is -3: give tokens, 0 or more"),
+        (-1, torch.ones(4, dtype=torch.int64), "layer is -1: give an integer from 0 to 1"),
+        (2, torch.ones(4, dtype=torch.int64), "layer is 2"),
+        (0.0, torch.ones(4, dtype=torch.int64), "layer is 0.0"),
+    ],
+)
+def test_what_is_no_count_of_every_expert_is_refused_and_changes_nothing(layer, counts, said, covariance):
+    window = LoadWindow(2, 4, covariance=covariance)
+    with pytest.raises(ValueError, match=said):
+        window.add(layer, counts)
+    window.advance()
+    assert not window.reduced().any()
+    assert not covariance or not window.covariance().any()
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from([(2, 4), (4, 8), (8, 64), (4, 32)]), st.integers(0, 2**32 - 1))
 def test_re_homing_is_a_permutation_that_never_loads_the_fullest_rank_more(shape, seed):
