@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_ep.balance import statistics
+from hybrid_ep.balance import inputs, statistics
 
 
 def load(
@@ -96,7 +96,7 @@ def _of_lines(
             step = record.get("step")
             if step is None or not (record.keys() & _FORMS.keys()):
                 continue
-            steps.append(int(step))
+            steps.append(inputs.integer("step", step, 0))
             if between is not None and not between[0] <= step <= between[1]:
                 continue
             form = _form_of(record, form)
@@ -134,11 +134,8 @@ def _nothing_between(path: Path, between: tuple[int, int] | None, there: Sequenc
 
 def _of_record(record: dict[str, Any], num_experts: int | None) -> Iterator[tuple[int, np.ndarray]]:
     if "top_indices" in record:
-        chosen = np.asarray(record["top_indices"], dtype=np.int64).ravel()
-        counts = np.bincount(chosen[chosen >= 0], minlength=num_experts or 0)
-        if num_experts is not None and len(counts) > num_experts:
-            raise ValueError(f"names expert {len(counts) - 1}, but num_experts is {num_experts}")
-        yield int(record["rank"]), counts
+        counts = statistics.traced_counts(np.asarray(record["top_indices"]), num_experts)
+        yield int(record["rank"]), np.pad(counts, (0, max(0, (num_experts or 0) - len(counts))))
     for rank, sent in enumerate(record.get("rank_sent", ())):
         yield rank, np.asarray(sent, dtype=np.int64)
 

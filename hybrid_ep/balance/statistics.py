@@ -24,6 +24,12 @@ from types import ModuleType
 
 import numpy as np
 
+from hybrid_ep.balance import inputs
+
+MOST_EXPERTS = 1 << 20  # of a trace that does not say how many there are
+_MOST_TOKENS = 1 << 48  # of an expert in one record: sums over ranks stay exact
+_MOST_IN_ALL = 1 << 62
+
 
 @dataclass(frozen=True)
 class LoadStatistics:
@@ -60,15 +66,13 @@ def parse_range(text: str) -> tuple[int, int]:
 def from_records(records: Iterable[tuple[int, int, np.ndarray]], source: str = "records") -> LoadStatistics:
     """(iteration, layer, counts [E]) in any order; those of one iteration and layer are summed.
 
-    ValueError: no records, counts of different lengths, a layer that lacks an iteration.
+    ValueError: no records, counts that are no whole numbers or too large, of different lengths or of no expert, an
+    iteration or a layer that is no integer, a layer that lacks an iteration.
     """
     table: dict[tuple[int, int], np.ndarray] = {}
     for iteration, layer, counts in records:
-        key = (int(iteration), int(layer))
-        counts = np.asarray(counts)
-        if counts.ndim != 1 or counts.dtype.kind not in "iuf" or (counts < 0).any() or (counts % 1 != 0).any():
-            raise ValueError(f"{source}: counts of iteration {key[0]}, layer {key[1]} are not a list of whole numbers")
-        counts = counts.astype(np.int64)
+        key = inputs.integer(f"{source}: iteration", iteration, 0), inputs.integer(f"{source}: layer", layer, 0)
+        counts = _whole(np.asarray(counts), f"{source}: counts of iteration {key[0]}, layer {key[1]}")
         if table and len(counts) != len(next(iter(table.values()))):
             raise ValueError(
                 f"{source}: iteration {key[0]}, layer {key[1]} has {len(counts)} experts, others "
@@ -85,7 +89,32 @@ def from_records(records: Iterable[tuple[int, int, np.ndarray]], source: str = "
             "the file is cut short, or layers wrote different ranges"
         )
     counts = np.stack([np.stack([table[i, n] for n in layers]) for i in iterations])
+    if counts.sum(dtype=np.float64) > _MOST_IN_ALL:
+        raise ValueError(f"{source}: counts add up to {counts.sum(dtype=np.float64):.3g}; give at most {_MOST_IN_ALL}")
     return LoadStatistics(counts, tuple(iterations), tuple(layers))
+
+
+def _whole(counts: np.ndarray, name: str) -> np.ndarray:
+    """int64 [E]. ValueError that begins with the name."""
+    whole = counts.ndim == 1 and counts.dtype.kind in "iuf" and bool(np.isfinite(counts).all())
+    if not whole or (counts < 0).any() or (counts > _MOST_TOKENS).any() or (counts % 1 != 0).any():
+        raise ValueError(f"{name} are not a list of whole numbers from 0 to {_MOST_TOKENS}: give tokens of each expert")
+    if not len(counts):
+        raise ValueError(f"{name} are of no expert: give tokens of each")
+    return counts.astype(np.int64)
+
+
+def traced_counts(top_indices: np.ndarray, num_experts: int | None) -> np.ndarray:
+    """int64: how often each expert is named, up to the last of them. ValueError."""
+    chosen = top_indices.ravel()
+    if not chosen.size:
+        return np.zeros(0, np.int64)
+    if chosen.dtype.kind not in "iu":
+        raise ValueError(f"top_indices are {chosen.dtype}; give integers, the experts of each token, -1 for none")
+    if (last := int(chosen.max())) >= (num_experts or MOST_EXPERTS):
+        said = f"num_experts is {num_experts}" if num_experts else f"there are at most {MOST_EXPERTS}"
+        raise ValueError(f"names expert {last}, but {said}: give experts from 0 on, or mend that line")
+    return np.bincount(chosen[chosen >= 0].astype(np.int64))
 
 
 def load(path: str | Path, num_experts: int | None = None) -> LoadStatistics:
@@ -111,23 +140,28 @@ def _jsonl_records(path: Path, num_experts: int | None) -> Iterator[tuple[int, i
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
+        place = None  # of a line of a trace
         try:
             record = json.loads(line)
             if "step" in record and "top_indices" not in record:
                 for layer, counts in enumerate(record.get("expert_load", ()), 1):
                     yield record["step"], layer, np.asarray(counts)
             elif "top_indices" in record:
-                chosen = np.asarray(record["top_indices"], dtype=np.int64).ravel()
-                traced.append((record["step"], record["layer"], np.bincount(chosen[chosen >= 0])))
+                place, chosen = (record["step"], record["layer"]), np.asarray(record["top_indices"])
             else:
                 yield record["iteration"], record["layer"], np.asarray(record["counts"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{path}:{number}: neither counts nor a routing trace ({type(error).__name__}: {error})"
             ) from None
+        if place is not None:
+            try:
+                traced.append((*place, traced_counts(chosen, num_experts)))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
     size = max([num_experts or 0, *(len(c) for _, _, c in traced)])
-    if num_experts and size > num_experts:
-        raise ValueError(f"{path}: names expert {size - 1}, but num_experts is {num_experts}")
+    if traced and not size:
+        raise ValueError(f"{path}: a routing trace in which no token chose an expert: give num_experts (--experts)")
     for step, layer, counts in traced:
         yield step, layer, np.pad(counts, (0, size - len(counts)))
 

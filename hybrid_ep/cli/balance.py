@@ -258,7 +258,7 @@ def run_plan(args: argparse.Namespace) -> int:
         max_moves=args.max_moves,
     )
     plan_file.save(args.out, plan.phy2log, loaded.layers, args.layer_updates_per_iter)
-    slots = max(bounds.slots(w, args.num_slots) * args.num_slots / max(w.sum(), 1) - 1 for w in load)
+    slots = max(bounds.slots(w, args.num_slots) * args.num_slots / w.sum() - 1 if w.any() else 0.0 for w in load)
     print(
         f"{args.out}: {len(load)} layers, {args.num_slots} slots on {args.ep} ranks; imbalance by rank on "
         f"these loads {plan.imbalance().mean():.4f} (max {plan.imbalance().max():.4f}, bound 0); by slot at least "

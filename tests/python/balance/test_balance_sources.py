@@ -86,6 +86,13 @@ def test_what_a_record_cannot_say_is_refused(tmp_path):
             sources.load(jsonl(path, [trace, {**trace, "rank": rank}]), 2, 4)
     with pytest.raises(ValueError, match=r"t\.jsonl:1: has rank None"):
         sources.load(jsonl(path, [{"step": 7, "top_indices": [[0, 2]]}]), 2, 4)
+    for wrong, message in (
+        ({"top_indices": [[99999999999]]}, "names expert 99999999999, but there are at most"),
+        ({"top_indices": [[0.5]]}, "top_indices are float64"),
+        ({"step": 7.5}, "step is 7.5: give an integer"),
+    ):
+        with pytest.raises(ValueError, match=r"t\.jsonl:1: " + message):
+            sources.load(jsonl(path, [trace | wrong]), 2)
     for mixed in ([trace, sent], [sent, trace], [trace | sent]):
         with pytest.raises(
             ValueError, match=rf"t\.jsonl:{len(mixed)}: mixes top_indices .* and rank_sent .*: give a file"

@@ -155,12 +155,29 @@ def test_collector_refuses_ranges(tmp_path, first, last):
         ('{"iteration":1,"layer":0,"counts":[1,-2]}', "whole numbers"),
         ('{"iteration":1,"layer":0,"counts":[1]}\n{"iteration":1,"layer":1,"counts":[1,2]}', "experts"),
         ('{"iteration":1,"layer":0,"counts":[1]}\n{"iteration":2,"layer":1,"counts":[1]}', "lacks layer"),
+        ('{"iteration":1,"layer":0,"counts":[1e30]}', "counts of iteration 1, layer 0 .* from 0 to 281474976710656"),
+        ('{"iteration":1,"layer":0,"counts":[18446744073709551615]}', "whole numbers from 0 to"),
+        ('{"iteration":1,"layer":0,"counts":[1e999]}', "whole numbers"),
+        ('{"iteration":1,"layer":0,"counts":[]}', "are of no expert"),
+        ('{"iteration":1.5,"layer":0,"counts":[1]}', "s.jsonl: iteration is 1.5: give an integer"),
+        ('{"iteration":1,"layer":"3","counts":[1]}', "s.jsonl: layer is '3': give an integer"),
+        (
+            '{"step":1,"layer":0,"rank":0,"top_indices":[[99999999999]]}',
+            "s.jsonl:1: names expert 99999999999, but there",
+        ),
+        ('{"step":1,"layer":0,"rank":0,"top_indices":[[1.5]]}', "s.jsonl:1: top_indices are float64"),
+        ('{"step":1,"layer":0,"rank":0,"top_indices":[[-1]]}', r"no token chose an expert: give num_experts \(--exp"),
     ],
 )
 def test_bad_statistics_are_named(tmp_path, text, message):
     (tmp_path / "s.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         statistics.load(tmp_path / "s.jsonl")
+
+
+def test_counts_whose_sum_no_integer_holds_are_refused():
+    with pytest.raises(ValueError, match="s: counts add up to 4.76e"):
+        statistics.from_records([(i, 0, np.full(512, 2**48)) for i in range(33)], "s")
 
 
 def test_ranges(stats):
@@ -305,6 +322,14 @@ def test_bad_usage_is_one_line(stats, tmp_path, capsys, arguments, message):
     assert main(["balance", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_plan_of_loads_without_tokens_has_no_imbalance(tmp_path, capsys):
+    pytest.importorskip("yaml")
+    (tmp_path / "s.jsonl").write_text('{"iteration":1,"layer":0,"counts":[0,0,0,0]}')
+    plan = str(tmp_path / "plan.yaml")
+    assert main(["balance", "plan", str(tmp_path / "s.jsonl"), "--ep", "2", "--num-slots", "4", "-o", plan]) == 0
+    assert "by slot at least 0.000 in the worst layer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
