@@ -19,6 +19,7 @@ from hybrid_ep.balance import inputs
 # A swap gains at least this part of what the sum would be if experts were hot independently of one another: below it,
 # experts follow the noise of an estimate.
 LEAST_GAIN = 0.005
+_SYMMETRY = 1e-9  # of a layer's largest covariance, by which rounding may make two entries differ
 
 
 def checked(covariance: Any, num_layers: int, num_experts: int) -> np.ndarray:
@@ -33,7 +34,10 @@ def checked(covariance: Any, num_layers: int, num_experts: int) -> np.ndarray:
     array = array.astype(np.float64, copy=False)
     if not np.isfinite(array).all():
         raise ValueError(f"{inputs.entry('covariance', ~np.isfinite(array), array)}: give finite {remedy}")
-    if (np.diagonal(array, axis1=1, axis2=2) < 0).any() or not np.allclose(array, array.swapaxes(1, 2), rtol=1e-9):
+    largest = np.abs(array).max(axis=(1, 2), keepdims=True, initial=0)  # of a layer: any unit will do
+    scaled = array / np.where(largest > 0, largest, 1)
+    uneven = np.abs(scaled - scaled.swapaxes(1, 2)) > _SYMMETRY
+    if (np.diagonal(array, axis1=1, axis2=2) < 0).any() or uneven.any():
         raise ValueError("covariance is not symmetric, or a variance is negative: give C[i, j] = C[j, i], C[i, i] >= 0")
     return array
 

@@ -30,6 +30,7 @@ _INTEGERS = {
     "instance_cost": (0, MAX_TOKENS),
     "tile": (1, MAX_TOKENS),
 }
+_SAFE_LOADS = 1e-290, 1e300  # largest loads, times their number, whose mean is neither cut nor infinite
 _SEARCHED = 65_536  # experts that a search looks at where nobody says how many nodes: some 0.3 ms of a host's core
 
 
@@ -236,6 +237,8 @@ def imbalance_ratio(load: Any) -> float:
     array = inputs.array("load", load, "give a vector of numbers >= 0")
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise ValueError(f"load is {array.dtype} {array.shape}: give a vector of numbers >= 0")
+    if array.dtype.kind == "f":  # whose own type may hold neither their sum nor their mean
+        array = array.astype(np.float64)
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
         raise ValueError(f"{inputs.entry('load', bad, array)}: give finite numbers >= 0")
@@ -244,8 +247,12 @@ def imbalance_ratio(load: Any) -> float:
 
 def ratio(load: np.ndarray) -> float:
     """`imbalance_ratio` of loads that are known to be good."""
-    mean = float(np.mean(load)) if len(load) else 0.0
-    return float(np.max(load)) / mean - 1 if mean > 0 else 0.0
+    most = float(np.max(load)) if len(load) else 0.0
+    if not most:
+        return 0.0
+    if not _SAFE_LOADS[0] <= most * len(load) <= _SAFE_LOADS[1]:  # else the sum overflows, or the mean underflows
+        return 1 / float(np.mean(load / most)) - 1
+    return most / float(np.mean(load)) - 1
 
 
 class MicrobatchPlanner:

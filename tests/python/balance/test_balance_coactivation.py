@@ -194,3 +194,15 @@ def test_bad_covariances_are_refused():
     ):
         with pytest.raises(ValueError, match=word):
             plan_placement(load, 4, 2, covariance=bad)
+
+
+@pytest.mark.parametrize("unit", [1e-300, 1e-9, 1.0, 1e300])
+def test_covariances_are_symmetric_or_not_in_any_unit(unit):
+    load, even = np.ones((2, 4)), np.stack([np.eye(4), 1e6 * np.eye(4)])
+    even[:, 0, 1] = even[:, 1, 0] = 0.25
+    even[0, 0, 1] *= 1 + 1e-12  # rounded otherwise than its twin
+    plan_placement(load, 4, 2, covariance=even * unit)
+    uneven = even.copy()
+    uneven[0, 2, 3] = 0.5
+    with pytest.raises(ValueError, match="symmetric"):
+        plan_placement(load, 4, 2, covariance=uneven * unit)

@@ -215,6 +215,15 @@ def test_an_imbalance_is_of_good_loads(load, said):
         balance.imbalance_ratio(load)
 
 
+@pytest.mark.parametrize(
+    "unit", [1e308, 1.0, 3e38, 1e-308, 5e-324, np.float32(3e38), np.float16(6e4), np.float16(1e-7)]
+)
+def test_an_imbalance_is_of_loads_of_any_size(unit):
+    for load, wanted in (([1, 1, 1, 1], 0.0), ([1, 0, 0, 0], 3.0), ([1, 1, 0], 0.5), ([0, 0], 0.0), ([], 0.0)):
+        given = np.array([x * unit for x in load], dtype=np.asarray(unit).dtype)
+        assert balance.imbalance_ratio(given) == pytest.approx(wanted, rel=1e-12, abs=1e-12)
+
+
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
