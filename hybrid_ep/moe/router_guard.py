@@ -12,8 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
+
+from hybrid_ep.moe import checks
 
 log = logging.getLogger("hybrid_ep.moe")
 
@@ -126,19 +130,27 @@ class RouterGuard:
     def __post_init__(self) -> None:
         if self.action not in ("warn", "stop"):
             raise ValueError(f"action={self.action!r} must be 'warn' or 'stop'")
-        if self.patience < 1:
-            raise ValueError(f"patience={self.patience!r} must be at least 1 step")
-        if self.max_tie_fraction is not None and not 0 <= self.max_tie_fraction <= 1:
-            raise ValueError(f"max_tie_fraction={self.max_tie_fraction!r} must lie in 0..1")
-        if self.max_load_ratio is not None and self.max_load_ratio < 1:
-            raise ValueError(f"max_load_ratio={self.max_load_ratio!r} must be at least 1, the ratio of perfect balance")
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
+            raise ValueError(f"patience={self.patience!r} must be an integer, at least 1 step")
+        if self.max_tie_fraction is not None and not _within(self.max_tie_fraction, 0, 1):
+            raise ValueError(f"max_tie_fraction={self.max_tie_fraction!r} must lie in 0..1, or be None")
+        if self.max_load_ratio is not None and not _within(self.max_load_ratio, 1, float("inf")):
+            raise ValueError(
+                f"max_load_ratio={self.max_load_ratio!r} must be at least 1, the ratio of perfect balance, or None"
+            )
 
     def step(self, summed: torch.Tensor, layer: str = "router") -> dict[str, float]:
         """{"tie_fraction", "load_ratio"} of routing_statistics summed over ranks (fp32 [3 + num_experts]).
 
         Reads the numbers on the host: call it where the step's metrics are read anyway. Raises RouterError when
-        action is "stop" and a threshold was passed for `patience` steps in a row."""
-        numbers = summed.tolist()
+        action is "stop" and a threshold was passed for `patience` steps in a row, ValueError for numbers that are no
+        such sums."""
+        numbers = checks.tensor("summed", summed, "routing_statistics summed over ranks, [3 + num_experts]").tolist()
+        if summed.dim() != 1 or len(numbers) <= STATISTICS or not all(0 <= n < float("inf") for n in numbers):
+            raise ValueError(
+                f"summed {tuple(summed.shape)} {str(numbers):.60} must be [{STATISTICS} + num_experts] finite numbers "
+                "of at least 0; give what routing_statistics returns, summed over ranks"
+            )
         tokens, ties, lost = numbers[:STATISTICS]
         load = numbers[STATISTICS:]
         mean = sum(load) / len(load)
@@ -160,6 +172,11 @@ class RouterGuard:
                 raise RouterError(said)
             log.warning("%s", said)
         return seen
+
+
+def _within(value: Any, low: float, high: float) -> bool:
+    """NaN and what is no number lie nowhere."""
+    return isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
 
 
 def tie_break(scores: torch.Tensor, first_token: int | torch.Tensor = 0) -> torch.Tensor:

@@ -88,9 +88,32 @@ def test_guard_acts_after_its_patience_and_forgets_on_a_good_step(caplog):
         for _ in range(3):
             assert warns.step(bad)["load_ratio"] == EXPERTS / TOPK
     assert len(caplog.records) == 1 and "load_ratio 8 > 4" in caplog.text
-    for wrong in ({"action": "abort"}, {"patience": 0}, {"max_tie_fraction": 2.0}, {"max_load_ratio": 0.5}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            RouterGuard(**wrong)
+    for name, values in (
+        ("action", ["abort", None]),
+        ("patience", [0, 2.5, None]),
+        ("max_tie_fraction", [2.0, float("nan"), "x"]),
+        ("max_load_ratio", [0.5, float("nan"), "x"]),
+    ):
+        for wrong in values:
+            with pytest.raises(ValueError, match=f"{name}={wrong!r} must"):
+                RouterGuard(**{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "summed, said",
+    [
+        (torch.zeros(3), r"summed \(3,\) .* must be \[3 \+ num_experts\] finite numbers"),
+        (torch.zeros(0), r"summed \(0,\)"),
+        (torch.zeros(2, 5), r"summed \(2, 5\)"),
+        (torch.tensor(1.0), r"summed \(\)"),
+        (torch.tensor([4.0, float("nan"), 0, 2, 2]), r"summed \(5,\) \[4.0, nan"),
+        (torch.tensor([4.0, 0, 0, -2, 2]), r"finite numbers of at least 0"),
+        (None, "summed is NoneType None; give a tensor"),
+    ],
+)
+def test_a_guard_judges_statistics_alone(summed, said):
+    with pytest.raises(ValueError, match=said):
+        RouterGuard().step(summed)
 
 
 def ratios(scores):
