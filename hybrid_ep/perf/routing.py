@@ -51,12 +51,32 @@ class Traffic:
 
 def uniform(shape: Shape, groups: int = 1, group_limit: int = 1) -> Traffic:
     """Every set of topk experts equally likely, or with groups > 1: every set inside every choice of `group_limit`
-    of `groups` equal groups of experts (group-limited routing)."""
+    of `groups` equal groups of experts (group-limited routing).
+
+    ValueError for groups that are not equal, that nodes or ranks cut unevenly, or that have too few experts."""
+    _require_groups(shape, groups, group_limit)
     if groups == group_limit:
         nodes, ranks = (distinct(n, shape.experts, shape.topk) for n in (shape.nodes, shape.ranks))
     else:
         nodes, ranks = (n * (1 - _missed(shape, n, groups, group_limit)) for n in (shape.nodes, shape.ranks))
     return from_means(shape, nodes, ranks)
+
+
+def _require_groups(shape: Shape, groups: int, limit: int) -> None:
+    for name, value, most in (("groups", groups, shape.experts), ("group_limit", limit, groups)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}")
+    uneven = [n for n in (shape.nodes, shape.ranks) if n % groups and groups % n]
+    if shape.experts % groups or uneven:
+        raise ValueError(
+            f"groups={groups} must divide the {shape.experts} experts, and divide or be a multiple of the "
+            f"{shape.nodes} nodes and the {shape.ranks} ranks: give a number that does"
+        )
+    if (within := shape.experts // groups * limit) < shape.topk:
+        raise ValueError(
+            f"group_limit={limit} leaves a token {within} experts, fewer than topk={shape.topk}: give more groups, or "
+            "larger ones"
+        )
 
 
 def _missed(shape: Shape, units: int, groups: int, limit: int) -> float:
@@ -141,7 +161,7 @@ def count(choices: np.ndarray, shape: Shape) -> Traffic:
         paired,
         remote + local_nodes,
         float(received.sum()) / (ranks * tokens),
-        float(np.max(pairs)) / max(float(np.mean(pairs)), 1e-9) - 1,
+        float(np.max(pairs)) / float(np.mean(pairs)) - 1 if pairs.any() else 0.0,
     )
     return result.scaled(shape.tokens / tokens)
 

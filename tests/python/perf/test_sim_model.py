@@ -86,6 +86,34 @@ def test_group_limited_closed_form_is_the_mean_of_drawn_routing(nodes):
     assert got.ranks_per_token == pytest.approx(want_ranks, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "groups, limit, said",
+    [
+        (3, 2, "groups=3 must divide the 256 experts"),
+        (8, 9, "group_limit=9 must be an integer from 1 to 8"),
+        (8, 0, "group_limit=0 must be an integer from 1 to 8"),
+        (0, 1, "groups=0 must be an integer from 1 to 256"),
+        (0, 0, "groups=0 must be"),
+        (8.0, 4, "groups=8.0 must be"),
+        (256, 2, "group_limit=2 leaves a token 2 experts, fewer than topk=8"),
+    ],
+)
+def test_groups_that_no_router_has_are_named(groups, limit, said):
+    with pytest.raises(ValueError, match=said):
+        routing.uniform(Shape(16, 8, 128, 7168, 8, 256), groups, limit)
+
+
+def test_groups_that_nodes_cut_unevenly_are_named():
+    with pytest.raises(ValueError, match="groups=4 must .* a multiple of the 3 nodes and the 6 ranks"):
+        routing.uniform(Shape(6, 2, 8, 8, 2, 24), 4, 2)
+
+
+@pytest.mark.parametrize("choices", [np.zeros((4, 0, 2), dtype=np.int64), np.full((4, 3, 2), -1)])
+def test_routing_without_a_choice_has_no_imbalance(choices):
+    found = routing.count(choices, Shape(4, 4, 8, 8, 2, 8))
+    assert found.imbalance == 0 and found.pairs == 0
+
+
 def test_distinct_at_its_ends():
     assert routing.distinct(1, 64, 8) == 1
     assert routing.distinct(64, 64, 8) == pytest.approx(8)
