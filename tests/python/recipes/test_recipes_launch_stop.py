@@ -10,6 +10,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
+
+@pytest.fixture(autouse=True)
+def _signals_are_not_ignored():
+    """Nor by what a test starts: nohup, or a shell that runs something in the background, has children ignore some."""
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    ignored = [n for n in handlers if signal.getsignal(n) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, handlers[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 STUB = """
 import os, pathlib, signal, sys, time
 here = pathlib.Path(sys.argv[1])
