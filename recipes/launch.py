@@ -19,8 +19,9 @@ from typing import Any
 
 from hybrid_ep.local_ranks import Ended, LocalRank, LocalRanks
 
+from .stop_signals import STOP_SIGNALS, StopRequests
+
 OnEvent = Callable[[int, str, dict[str, Any]], None]  # (rank, kind, fields)
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.2
 _SETTLE_S = 0.5  # after a failure, time for slower reports that may hold the true cause
 
@@ -114,12 +115,12 @@ class _Job:
         self.ranks: LocalRanks | None = None
         self.signal: signal.Signals | None = None
         self._on_event, self._stop_grace_s = on_event, stop_grace_s
-        self._num_signals = 0
+        self._requests, self._num_signals = StopRequests(), 0
         self._errors: list[tuple[float, int, dict[str, Any]]] = []
 
     def on_signal(self, number: int, _frame: Any) -> None:
         """Only notes the signal; `supervise` acts on it."""
-        self._num_signals += 1
+        self._num_signals += self._requests.is_new(number)
         self.signal = self.signal or signal.Signals(number)
 
     def supervise(self) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 from hybrid_ep import local_ranks
 
+from .stop_signals import STOP_SIGNALS, StopRequests
 from .verdict import EXIT_NOT_LEARNED, failed
 
 _STOP_S = {signal.SIGINT: 60.0, signal.SIGTERM: 900.0}  # for a step and its checkpoint: on CPUs, on GPUs
-_SAME_S = 1.0  # timeout(1) sends its signal to the command and to the command's group: both mean it once
 
 
 class _Asked(KeyboardInterrupt):
@@ -51,19 +51,13 @@ def run_script(script: Path) -> int:
 @contextlib.contextmanager
 def _asking() -> Iterator[None]:
     """Within, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt. What the caller ignores stays ignored (nohup)."""
-    first = 0.0
+    requests = StopRequests()
 
     def ask(number: int, _frame: Any) -> None:
-        nonlocal first
-        now = time.monotonic()
-        # A terminal that has gone asks for nothing new: systemd sends SIGHUP behind SIGTERM, shells one more of it.
-        if first and (number == signal.SIGHUP or (number == signal.SIGTERM and now - first < _SAME_S)):
-            return
-        first = first or now
-        raise KeyboardInterrupt if number == signal.SIGINT else _Asked(signal.Signals(number))
+        if requests.is_new(number):
+            raise KeyboardInterrupt if number == signal.SIGINT else _Asked(signal.Signals(number))
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {n: signal.signal(n, ask) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    before = {n: signal.signal(n, ask) for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:

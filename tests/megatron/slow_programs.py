@@ -50,6 +50,20 @@ def run_config(ep, **model):
     )
 
 
+def forward(model, seed):
+    """(output, its loss), of a random text as Megatron's schedules ask for them."""
+    # Few different tokens: routing is skewed, and differently on every rank.
+    tokens = torch.randint(0, 9, (1, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
+    output = model(tokens[:, :-1], torch.arange(SEQ)[None], mask, labels=tokens[:, 1:])
+
+    def loss(per_token):
+        mean = per_token.float().mean()
+        return mean, {"loss": mean.detach()}
+
+    return output, loss
+
+
 class Job:
     """Model, wrapped model and optimizer of one rank. Patches must be in force already."""
 
@@ -116,17 +130,7 @@ class Job:
 
     def _forward(self, micro_batches, model):
         seed = 1000 * self.step + 100 * next(micro_batches) + parallel_state.get_data_parallel_rank()
-        generator = torch.Generator().manual_seed(seed)
-        # Few different tokens: routing is skewed, and differently on every rank.
-        tokens = torch.randint(0, 9, (1, SEQ + 1), generator=generator)
-        mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
-        output = model(tokens[:, :-1], torch.arange(SEQ)[None], mask, labels=tokens[:, 1:])
-
-        def loss(per_token):
-            mean = per_token.float().mean()
-            return mean, {"loss": mean.detach()}
-
-        return output, loss
+        return forward(model, seed)
 
     def logical(self):
         """Everything training keeps, of all ranks, by logical name: {(name, kind): flat tensor}.

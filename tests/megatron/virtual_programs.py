@@ -1,7 +1,6 @@
 """What the ranks do in the tests of virtual stages: each has several parts of the model, whose forwards and backwards
 take turns as Megatron's interleaved schedule has them."""
 
-import torch
 import torch.distributed as dist
 from balance_programs import random_plan
 from megatron.core import parallel_state
@@ -10,7 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from slow_programs import EXPERTS, SEQ, run_config
+from slow_programs import EXPERTS, SEQ, forward, run_config
 
 import megatron_patches
 from megatron_patches import weights
@@ -74,16 +73,7 @@ class Chunks:
         return [float(part["loss"]) for part in losses], found
 
     def _forward(self, micro_batches, model):
-        seed = next(micro_batches) + 1000 * parallel_state.get_data_parallel_rank()
-        tokens = torch.randint(0, 9, (1, SEQ + 1), generator=torch.Generator().manual_seed(seed))
-        mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
-        output = model(tokens[:, :-1], torch.arange(SEQ)[None], mask, labels=tokens[:, 1:])
-
-        def loss(per_token):
-            mean = per_token.float().mean()
-            return mean, {"loss": mean.detach()}
-
-        return output, loss
+        return forward(model, next(micro_batches) + 1000 * parallel_state.get_data_parallel_rank())
 
 
 def initialize():

@@ -145,6 +145,18 @@ def test_a_second_signal_ends_the_job_at_once():
     assert code == 1 and "ended at once by a second signal" in output
 
 
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_is_handed_on_as_well_asks_once(again):
+    """As timeout(1) and make do: it comes to the group, and again from the parent."""
+    job = start("while not context.stop_requested(): time.sleep(0.01)\ntime.sleep(0.5)\ncontext.emit('left', {})")
+    head = read_until_all_run(job)
+    job.send_signal(signal.SIGTERM)
+    head += job.stdout.readline()
+    job.send_signal(again)
+    code, output = finish(job, head)
+    assert code == 0 and output.count(" left ") == 3 and f"STOPPED BY {int(signal.SIGTERM)}" in output
+
+
 def test_a_rank_that_does_not_stop_is_killed():
     job = start("while context.rank == 1 or not context.stop_requested(): time.sleep(0.01)", grace=0.5)
     head = read_until_all_run(job)
