@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 CONTEXT = 3  # layers in a row, at least, that must have come before: fewer mean little on the way to and fro
 LONGEST = 16  # that are looked at
+LOOK_BACK = 1 << 12  # layers of the past that are gone through when something else came: under a millisecond
 REMEMBERED = 1 << 14  # layers of the past, at least, in a step that does not end
 
 
@@ -44,7 +45,7 @@ class Order:
         """Behind the longest stretch of the past that ends as the past does now, the latest of those."""
         past = self._past
         best, found = CONTEXT - 1, None
-        for end in range(len(past) - 1, CONTEXT - 1, -1):
+        for end in range(len(past) - 1, max(len(past) - LOOK_BACK, CONTEXT) - 1, -1):
             length = 0
             while length < min(end, LONGEST) and past[end - 1 - length] == past[-1 - length]:
                 length += 1
