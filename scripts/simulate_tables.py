@@ -11,7 +11,7 @@ from pathlib import Path
 from hybrid_ep.cli import plotting
 from hybrid_ep.cli.plotting import BLUE, GREEN, INK, MUTED, PALE, RED
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import dwdp, events, model, models, peers, published, step_time
+from hybrid_ep.perf import dwdp, end_to_end, events, model, models, peers, published, step_time
 from hybrid_ep.perf.implementations import HYBRID_EP, PUBLISHED
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.perf.step_time import Job
@@ -219,7 +219,7 @@ def dwdp_table():
 
 
 def end_to_end_table():
-    fixed = step_time.fixed_cost_check()
+    fixed = end_to_end.fixed_cost_check()
     note = (
         f"\n\nawslabs, Qwen3-235B, EP32: the pair at micro-batch 4 says {fixed.fixed_us:.0f} us of fixed cost a "
         f"call beside the bytes; with it the pair at micro-batch 1 should differ by {fixed.predicted_s:.1f} s, "
@@ -244,7 +244,7 @@ def _pairs():
                 "calibrates" if r.calibrates else f"{r.residual:+.1%}",
                 r.note,
             )
-            for r in step_time.published_rows()
+            for r in end_to_end.published_rows()
         ],
     )
 

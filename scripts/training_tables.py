@@ -14,7 +14,8 @@ from pathlib import Path
 
 from hybrid_ep.perf import training
 from hybrid_ep.perf.efficiency import FITTED, Compute, gpu_word, precision_class
-from hybrid_ep.perf.step_time import calibrate, step
+from hybrid_ep.perf.end_to_end import calibrate
+from hybrid_ep.perf.step_time import step
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "training-residuals.md"
 _UNITS = {"gemm": "{:.1%} of peak", "passes": "{:.1f}", "layer_us_x86": "{:,.0f} us", "layer_us_grace": "{:,.0f} us"}

@@ -53,6 +53,69 @@ class PerToken(NamedTuple):
         return model.moe_layers * moe + (model.num_layers - model.moe_layers) * self.dense_layer + self.head
 
 
+class Load(NamedTuple):
+    """What a token brings whatever the fitted numbers are, forward and backward. FLOPs: of a MoE layer's products of
+    experts, its other products, those of a layer without experts, what multi-token prediction has beyond a MoE layer,
+    attention's scores and values, a pass of the output layer. *_us: one crossing of HBM by the tensors around experts'
+    products, by those of a layer, by the logits. peak, peak_bf16: TFLOPS of layers, of attention and the output."""
+
+    experts: float
+    moe_others: float
+    dense_layer: float
+    mtp_more: float
+    attention: float
+    head: float
+    expert_tensors_us: float
+    layer_us: float
+    logits_us: float
+    peak: float
+    peak_bf16: float
+
+    @classmethod
+    def of(cls, model: MoeModel, cluster: Cluster, dtype: str, sequence: int) -> Load:
+        bf16, fp8 = cluster.gpu.bf16_tflops.value, cluster.gpu.fp8_tflops.value
+        return cls(
+            6 * model.expert_params * model.topk,
+            6 * model.moe_layer_params,
+            6 * model.dense_layer_params,
+            6 * model.mtp_params,
+            3 * model.attention_flops * sequence / 2,
+            6 * model.head_params,
+            hbm_us(cluster, 2 * (model.topk * (3 * model.hidden + 4 * model.expert_hidden))),
+            hbm_us(cluster, 2 * (10 * model.hidden)),
+            hbm_us(cluster, 2 * model.vocab),
+            bf16 if dtype == "bf16" else fp8,
+            bf16,
+        )
+
+    def products(self, rate: float, bf16: float) -> PerToken:
+        """Matrix products alone. rate, bf16: FLOPs a microsecond, of layers, of attention and the output layer."""
+        attention = self.attention / bf16
+        return PerToken(
+            self.experts / rate,
+            0.0,
+            self.moe_others / rate + attention,
+            self.dense_layer / rate + attention,
+            self.mtp_more / rate,
+            self.head / bf16,
+        )
+
+    def at(self, fitted: Compute) -> PerToken:
+        """Products and the tensors between them."""
+        experts, _, moe_others, dense_layer, mtp_more, head = self.products(
+            self.peak * fitted.gemm * 1e6, self.peak_bf16 * fitted.gemm * 1e6
+        )
+        wide = fitted.passes * self.layer_us
+        return PerToken(
+            experts,
+            fitted.passes * self.expert_tensors_us,
+            moe_others + wide,
+            dense_layer + wide,
+            mtp_more,
+            head + fitted.passes * self.logits_us,
+        )
+
+
 def gpu_word(cluster: Cluster) -> str:
     """H100 of "H100 SXM5"."""
     return cluster.gpu.name.split()[0].upper()
@@ -81,40 +144,14 @@ def per_token(model: MoeModel, cluster: Cluster, dtype: str, sequence: int, fitt
     A layer's tensors: ten as wide as the model (norms, queries, keys, values, attention, residuals), and for each of a
     token's experts three so wide and four as wide as the expert (rows in and out, gate, up, their product). The output
     layer's: one as wide as the vocabulary."""
-    fitted = fitted or FITTED
-    bf16, fp8 = (peak.value * fitted.gemm * 1e6 for peak in (cluster.gpu.bf16_tflops, cluster.gpu.fp8_tflops))
-
-    def crossing(elements: float) -> float:
-        return fitted.passes * hbm_us(cluster, 2 * elements)
-
-    products = _products(model, sequence, bf16 if dtype == "bf16" else fp8, bf16)
-    wide = crossing(10 * model.hidden)
-    return products._replace(
-        expert_tensors=crossing(model.topk * (3 * model.hidden + 4 * model.expert_hidden)),
-        moe_others=products.moe_others + wide,
-        dense_layer=products.dense_layer + wide,
-        head=products.head + crossing(model.vocab),
-    )
+    return Load.of(model, cluster, dtype, sequence).at(fitted or FITTED)
 
 
 def at_share(model: MoeModel, cluster: Cluster, dtype: str, sequence: int, share: float) -> PerToken:
     """What a token costs where all its FLOPs run at this share of the peak of `dtype` and nothing lies between them."""
     peak = cluster.gpu.bf16_tflops if dtype == "bf16" else cluster.gpu.fp8_tflops
     rate = peak.value * share * 1e6
-    return _products(model, sequence, rate, rate)
-
-
-def _products(model: MoeModel, sequence: int, rate: float, bf16: float) -> PerToken:
-    """Matrix products alone. rate, bf16: FLOPs a microsecond, of layers, of attention and the output layer."""
-    attention = 3 * model.attention_flops * sequence / 2 / bf16
-    return PerToken(
-        6 * model.expert_params * model.topk / rate,
-        0.0,
-        6 * model.moe_layer_params / rate + attention,
-        6 * model.dense_layer_params / rate + attention,
-        6 * model.mtp_params / rate,
-        6 * model.head_params / bf16,
-    )
+    return Load.of(model, cluster, dtype, sequence).products(rate, rate)
 
 
 def share_of_peak(model: MoeModel, cluster: Cluster, dtype: str, sequence: int = 4096) -> float:

@@ -14,24 +14,21 @@ first forward's handle, whose combine nobody reads (`megatron_patches.recompute`
 from __future__ import annotations
 
 import collections
-import csv
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import efficiency, job_fields, model, models, peers, routing, stages
+from hybrid_ep.perf import efficiency, job_fields, model, peers, routing, stages
 from hybrid_ep.perf.costs import hbm_us
+from hybrid_ep.perf.efficiency import Load
 from hybrid_ep.perf.implementations import PUBLISHED
 from hybrid_ep.perf.models import MoeModel
 from hybrid_ep.perf.order_statistics import expected_max
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.perf.stages import ONE_LAYER, Stage
 
-CSV = Path(__file__).parent / "data" / "published_end_to_end.csv"
 DISPATCHERS = ("hybrid_ep", "published_hybrid_ep", "node_dedup", "a2a", "deepep_v1")
 RECOMPUTE = ("none", "moe", "full")
 # Variation of speed between nodes that torchtitan's published rows have: docs/performance_model.md.
@@ -149,6 +146,15 @@ class Job:
         over = (dense, self.gpus // (self.pp * self.tensor)), (experts, self.gpus // (self.ep * self.pp))
         return sum(6 * params * (1 - 1 / n) for params, n in over) / (rate * 1e3)
 
+    @cached_property
+    def load(self) -> Load:
+        """What a token brings."""
+        return Load.of(self.model, self.cluster, self.dtype, self.sequence)
+
+    @cached_property
+    def beside(self) -> _Beside:
+        return _beside(self, None)
+
     @property
     def peak_tflops(self) -> float:
         gpu = self.cluster.gpu
@@ -240,7 +246,7 @@ def compute_us(job: Job, stage: Stage, fitted: efficiency.Compute | None = None)
 def _compute(job: Job, fitted: efficiency.Compute | None) -> _Compute:
     m, again = job.model, job.recompute != "none"
     if job.efficiency is None:
-        token = efficiency.per_token(m, job.cluster, job.dtype, job.sequence, fitted)
+        token = job.load.at(fitted or efficiency.FITTED)
     else:
         token = efficiency.at_share(m, job.cluster, job.dtype, job.sequence, job.efficiency)
     memory = hbm_us(job.cluster, (14 if again else 12) * m.expert_params * m.experts / job.ep)
@@ -315,6 +321,47 @@ def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None
     """One optimizer step of the job. fitted: in place of `efficiency.FITTED`. layer: takes the place of the exchange
     model and of what imbalance does to it, for a job without recompute (ValueError), whose `imbalance` then is of the
     experts' compute alone."""
+    beside = job.beside if layer is None else _beside(job, layer)
+    parts = _parts(job, beside, fitted)
+    total = sum(parts)
+    rate = _rate(job, total)
+    return Step(
+        total / 1e6,
+        rate,
+        rate * job.model.train_flops_per_token(job.sequence, job.mtp) / 1e12,
+        beside.one_way,
+        {name: part / total for name, part in zip(_PARTS, parts, strict=True)},
+    )
+
+
+def tokens_per_s_per_gpu(job: Job, fitted: efficiency.Compute | None = None) -> float:
+    """Of `step`, in a third of the time: what a fit asks for."""
+    return _rate(job, sum(_parts(job, job.beside, fitted)))
+
+
+def _rate(job: Job, total: float) -> float:
+    return job.tokens * job.micro_batches / (total / 1e6) / job.pp
+
+
+_PARTS = (
+    *("compute", "launches", "exchange", "fixed", "tensor parallel", "pipeline transfers", "waiting in the EP group"),
+    *("bubble", "slowest node", "gradients"),
+)
+
+
+class _Beside(NamedTuple):
+    """What compute and launches have no part in, microseconds of a micro-batch. stages: each kind of stage with how
+    many there are of it and its exchange, fixed cost, tensor parallel and pipeline transfers. waits, slow: expected
+    maxima of ranks of an EP group and of nodes. gradients: of the step, in full view."""
+
+    one_way: float
+    stages: list[tuple[Stage, int, tuple[float, ...]]]
+    waits: float
+    slow: float
+    gradients: float
+
+
+def _beside(job: Job, layer: Layer | None) -> _Beside:
     if layer is not None and job.recompute != "none":
         raise ValueError(f"recompute={job.recompute!r}: a given layer says nothing of a recomputed exchange; use none")
     one_way = job.exchange_us * (1 + job.imbalance) if layer is None else layer.one_way_us
@@ -322,165 +369,32 @@ def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None
     exchange = (2 * one_way + recompute_us(job) * (1 + job.imbalance)) * (1 - job.overlap)
     calls = 4 + (0 if job.recompute == "none" else 1 if _by_handle(job) else 2)
     fixed = calls * job.fixed_us + (layer.beside_us if layer else 0.0)
-
-    of_compute = _compute(job, fitted)
-    a_launch, transfers, waits = launches_us(job, ONE_LAYER, fitted), pipeline_us(job), expected_max(job.ep)
-
-    def micro_batch(stage: Stage) -> dict[str, float]:
-        compute = of_compute.of(stage)
-        return {
-            "compute": compute,
-            "launches": stage.layers * a_launch,
-            "exchange": stage.moe * exchange,
-            "fixed": stage.moe * fixed,
-            "tensor parallel": tensor_us(job, stage),
-            "pipeline transfers": transfers,
-            "waiting in the EP group": compute * job.cv_fast * waits,
-        }
-
-    counts = collections.Counter(job.stages)
-    known = {stage: micro_batch(stage) for stage in counts}
-    of_stage = {stage: sum(parts.values()) for stage, parts in known.items()}
-    slowest = max(of_stage, key=lambda stage: of_stage[stage])
-    # What is before the first and behind the last micro-batch of the slowest: one of each other stage, a chunk of it.
-    others = sum(n * of_stage[stage] for stage, n in counts.items()) - of_stage[slowest]
-    parts = {name: us * job.micro_batches for name, us in known[slowest].items()}
-    parts["bubble"] = others / job.virtual_pp
-    nodes = max(1, job.gpus // min(8, job.gpus))
-    parts["slowest node"] = sum(parts.values()) * job.cv_slow * expected_max(nodes)
-    parts["gradients"] = job.gradient_us * (1 - job.grad_overlap)
-    total = sum(parts.values())
-    rate = job.tokens * job.micro_batches / (total / 1e6) / job.pp
-    return Step(
-        total / 1e6,
-        rate,
-        rate * job.model.train_flops_per_token(job.sequence, job.mtp) / 1e12,
+    transfers = pipeline_us(job)
+    return _Beside(
         one_way,
-        {name: part / total for name, part in parts.items()},
+        [
+            (stage, count, (stage.moe * exchange, stage.moe * fixed, tensor_us(job, stage), transfers))
+            for stage, count in collections.Counter(job.stages).items()
+        ],
+        expected_max(job.ep),
+        expected_max(max(1, job.gpus // min(8, job.gpus))),
+        job.gradient_us * (1 - job.grad_overlap),
     )
 
 
-def calibrate(value: float, predicted: Callable[[float], float], low: float, high: float) -> float:
-    """The input with which an increasing prediction equals value. ValueError outside low .. high."""
-    if not predicted(low) <= value <= predicted(high):
-        raise ValueError(f"{value} is not between {predicted(low):.4g} and {predicted(high):.4g}")
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if predicted(middle) < value else (low, middle)
-    return (low + high) / 2
-
-
-@dataclass(frozen=True)
-class EndToEnd:
-    """A published end-to-end row and the model's answer; `calibrates`: an input was set by this very row."""
-
-    source: str
-    job: Job
-    unit: str
-    value: float
-    predicted: float
-    calibrates: bool
-    note: str
-
-    @property
-    def residual(self) -> float:
-        return self.predicted / self.value - 1
-
-
-# The public recipes give EP and sometimes PP; what they do not give is taken alike on both sides of a pair.
-_PP = {("deepseek_v3", 64): 4, ("qwen3_235b_a22b", 32): 8}
-
-
-def published_rows() -> list[EndToEnd]:
-    """All rows. A row with a reference takes its compute efficiency from that row; torchtitan's rows take the
-    variation between nodes from the 128-GPU row. Nothing else is set by a row."""
-    with CSV.open(newline="") as file:
-        records = list(csv.DictReader(file))
-    jobs: list[Job] = []
-    answered: list[EndToEnd] = []
-    for record in records:
-        job = _job(record)
-        if record["reference"]:
-            job = replace(job, efficiency=jobs[int(record["reference"])].efficiency)
-        else:
-            job = _with_efficiency(job, record["unit"], float(record["value"]))
-        jobs.append(job)
-    # increasing prediction: less variation is faster
-    last = max(i for i, r in enumerate(records) if "torchtitan" in r["source"])
-    cv = -calibrate(
-        float(records[last]["value"]),
-        lambda x: _in_unit(replace(jobs[last], cv_slow=-x), records[last]["unit"]),
-        -0.5,
-        0.0,
-    )
-    for index, (record, job) in enumerate(zip(records, jobs, strict=True)):
-        if "torchtitan" in record["source"]:
-            job = replace(job, cv_slow=cv)
-        answered.append(
-            EndToEnd(
-                record["source"],
-                job,
-                record["unit"],
-                float(record["value"]),
-                _in_unit(job, record["unit"]),
-                not record["reference"] or index == last,
-                record["note"],
-            )
-        )
-    return answered
-
-
-def _job(record: dict[str, str]) -> Job:
-    name = {"hybrid_ep": "published_hybrid_ep"}.get(record["dispatcher"], record["dispatcher"])
-    ep = int(record["ep"])
-    return Job(
-        models.get(record["model"]),
-        clusters.get(record["cluster"]),
-        int(record["gpus"]),
-        ep,
-        pp=_PP.get((record["model"], ep), 1),
-        virtual_pp=4,
-        dtype=record["dtype"],
-        dispatcher=name,
-        num_sms=32,
-    )  # the public recipes' --moe-hybridep-num-sms
-
-
-def _in_unit(job: Job, unit: str) -> float:
-    got = step(job)
-    return got.tflops_per_gpu if unit.startswith("TFLOPS") else got.tokens_per_s_per_gpu
-
-
-def _with_efficiency(job: Job, unit: str, value: float) -> Job:
-    found = calibrate(value, lambda e: _in_unit(replace(job, efficiency=e), unit), 0.01, 1.0)
-    return replace(job, efficiency=found)
-
-
-# awslabs, Qwen3-235B, EP32 on B300, TP8 with sequence parallelism, 94 layers over 2 stages: micro-batches, seconds of a
-# step with a flat exchange and with one that deduplicates by node, by size of a micro-batch; 94 of 100 GB/s a GPU.
-_AWSLABS = {4: (16, 15.76, 19.16), 1: (64, 33.36, 46.88)}
-
-
-@dataclass(frozen=True)
-class FixedCost:
-    """What a call costs beside its bytes, from one measured pair, and what that says about another pair."""
-
-    fixed_us: float
-    published_s: float
-    predicted_s: float
-
-
-def fixed_cost_check() -> FixedCost:
-    """Fixed cost a call of the deduplicating exchange from the pair at micro-batch 4, and with it the difference at
-    micro-batch 1. Bytes alone have the wrong sign: dedup should have been faster both times."""
-    m, nodes, layers, calls_a_layer = models.get("qwen3_235b_a22b"), 4, 47, 4
-
-    def saved_s(size: int, micro_batches: int) -> float:
-        rows = 2048 * size / 4 * (m.topk - routing.distinct(nodes, m.experts, m.topk)) * (1 - 1 / nodes)
-        return rows * m.hidden * 2 / 94e9 * micro_batches * layers * calls_a_layer
-
-    batches, flat_s, dedup_s = _AWSLABS[4]
-    fixed = (dedup_s - flat_s + saved_s(4, batches)) / (batches * layers * calls_a_layer)
-    batches, flat_s, dedup_s = _AWSLABS[1]
-    predicted = fixed * batches * layers * calls_a_layer - saved_s(1, batches)
-    return FixedCost(fixed * 1e6, dedup_s - flat_s, predicted)
+def _parts(job: Job, beside: _Beside, fitted: efficiency.Compute | None) -> list[float]:
+    """Microseconds of a step by `_PARTS`."""
+    of_compute, a_launch = _compute(job, fitted), launches_us(job, ONE_LAYER, fitted)
+    known = []
+    for stage, _, others in beside.stages:
+        compute = of_compute.of(stage)
+        known.append((compute, stage.layers * a_launch, *others, compute * job.cv_fast * beside.waits))
+    of_stage = list(map(sum, known))
+    slowest = of_stage.index(max(of_stage))
+    # What is before the first and behind the last micro-batch of the slowest: one of each other stage, a chunk of it.
+    others_us = sum([n * us for (_, n, _), us in zip(beside.stages, of_stage, strict=True)]) - of_stage[slowest]
+    parts = [us * job.micro_batches for us in known[slowest]]
+    parts.append(others_us / job.virtual_pp)
+    parts.append(sum(parts) * job.cv_slow * beside.slow)
+    parts.append(beside.gradients)
+    return parts

@@ -15,13 +15,13 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import efficiency, models
 from hybrid_ep.perf.efficiency import Compute, gpu_word, precision_class
-from hybrid_ep.perf.step_time import CV_SLOW, Job, step
+from hybrid_ep.perf.step_time import CV_SLOW, Job, tokens_per_s_per_gpu
 
 CSV = Path(__file__).parent / "data" / "published_training.csv"
 KINDS = ("fits", "older", "assumed")
@@ -48,7 +48,7 @@ class Row:
 
     def predicted(self, fitted: Compute | None = None) -> float:
         """Tokens/s of a GPU."""
-        return step(self.job, fitted=fitted).tokens_per_s_per_gpu
+        return tokens_per_s_per_gpu(self.job, fitted)
 
     @property
     def residual(self) -> float:
@@ -145,32 +145,39 @@ _WIDE = 0.1  # residuals beyond this count by their size, those within by their 
 def fit(chosen: Iterable[Row] | None = None) -> Compute:
     """The numbers with which the rows (default: both halves) come out nearest: least of a loss that outliers move
     little, found by steps of one number at a time that get smaller, in logarithms. Deterministic; a few seconds."""
-    used = of_kind("fits") if chosen is None else list(chosen)
-    most = [math.log(x) for x in astuple(_MOST)]
+    return _fit(tuple(of_kind("fits") if chosen is None else chosen))
 
-    def loss(logs: list[float]) -> float:
+
+@lru_cache(maxsize=16)
+def _fit(used: tuple[Row, ...]) -> Compute:
+    most = tuple(math.log(x) for x in astuple(_MOST))
+
+    @cache  # a way that turns asks again for where it was
+    def loss(logs: _Numbers) -> float:
         fitted = Compute(*map(math.exp, logs))
         errors = (math.log(row.predicted(fitted) / row.tokens_per_s) / _WIDE for row in used)
         return sum(math.sqrt(1 + e * e) - 1 for e in errors)
 
-    found = [_descend(loss, [math.log(x) for x in astuple(start)], most) for start in _STARTS]
+    found = [_descend(loss, tuple(math.log(x) for x in astuple(start)), most) for start in _STARTS]
     best = min(found, key=loss)
     return Compute(*map(math.exp, best))
 
 
-@lru_cache(maxsize=2)
 def of_half(half: int) -> Compute:
     """The numbers that one of `HALVES` gives."""
     return fit(row for row in of_kind("fits") if row.half == half)
 
 
-def _descend(loss: Callable[[list[float]], float], at: list[float], most: list[float]) -> list[float]:
+_Numbers = tuple[float, ...]
+
+
+def _descend(loss: Callable[[_Numbers], float], at: _Numbers, most: _Numbers) -> _Numbers:
     best, stride = loss(at), 0.5
     while stride > 1e-4:
         before = at
         for i in range(len(at)):
             for sign in (1, -1):
-                tried = [*at[:i], min(at[i] + sign * stride, most[i]), *at[i + 1 :]]
+                tried = (*at[:i], min(at[i] + sign * stride, most[i]), *at[i + 1 :])
                 if (there := loss(tried)) < best:
                     at, best = tried, there
                     break
@@ -178,7 +185,7 @@ def _descend(loss: Callable[[list[float]], float], at: list[float], most: list[f
             stride /= 2
             continue
         # The same way once more, which a narrow valley needs.
-        tried = [min(2 * a - b, m) for a, b, m in zip(at, before, most, strict=True)]
+        tried = tuple(min(2 * a - b, m) for a, b, m in zip(at, before, most, strict=True))
         if (there := loss(tried)) < best:
             at, best = tried, there
     return at

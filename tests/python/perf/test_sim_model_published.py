@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import FITTED_FROM, KINDS
-from hybrid_ep.perf import dwdp, model, models, published, step_time
+from hybrid_ep.perf import dwdp, end_to_end, model, models, published
 from hybrid_ep.perf.implementations import PUBLISHED
 from hybrid_ep.perf.shape import Shape
 
@@ -76,7 +76,7 @@ def test_a_worse_model_would_not_pass():
 
 
 def test_end_to_end_rows():
-    rows = step_time.published_rows()
+    rows = end_to_end.published_rows()
     tests = [r for r in rows if not r.calibrates]
     assert len(rows) == 18 and len(tests) == 11
     assert max(abs(r.residual) for r in tests if "blog" in r.source) < 0.15
@@ -85,7 +85,7 @@ def test_end_to_end_rows():
 
 
 def test_fixed_cost_explains_why_dedup_lost():
-    got = step_time.fixed_cost_check()
+    got = end_to_end.fixed_cost_check()
     assert 1000 < got.fixed_us < 2000
     assert got.predicted_s > 0 and got.predicted_s == pytest.approx(got.published_s, rel=0.5)
 

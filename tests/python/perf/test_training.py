@@ -43,10 +43,7 @@ def test_a_row_is_held_out_by_the_half_without_its_configuration(monkeypatch):
             for other in training.rows()
         )
         with mock.patch.object(training, "rows", return_value=rows):
-            training.of_half.cache_clear()
-            found = row.held_out
-        training.of_half.cache_clear()
-        return found
+            return row.held_out
 
     for row in (training.of_kind("fits")[0], training.of_kind("older")[-1]):
         before = row.held_out
@@ -77,6 +74,15 @@ def test_a_fit_finds_the_numbers_that_made_its_rows():
     made = efficiency.Compute(0.83, 3.3, 900.0, 2100.0)
     found = training.fit([replace(row, tokens_per_s=row.predicted(made)) for row in training.rows()])
     assert astuple(found) == pytest.approx(astuple(made), rel=0.02)
+
+
+def test_rows_are_fitted_once_and_with_the_numbers_of_steps(monkeypatch):
+    rows = training.rows()[:2]
+    found = training.fit(rows)
+    monkeypatch.setattr(training, "_descend", lambda *_: pytest.fail("fitted again"))
+    assert training.fit(iter(rows)) is found
+    for row in training.rows()[::5]:
+        assert row.predicted(found) == step(row.job, fitted=found).tokens_per_s_per_gpu
 
 
 def test_an_outlier_moves_a_fit_little():
