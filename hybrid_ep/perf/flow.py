@@ -23,7 +23,7 @@ class Hop(NamedTuple):
     latency: float = 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Chain:
     """One chunk's hops. `gate`: an event that the end of hop `gate_at` counts down. `after`: the gates that must be
     open before it begins; one that no chain counts down is open."""
@@ -61,36 +61,35 @@ class Timeline:
 class _Server:
     """One at a time; of those that wait, the role served least so far, then the first come."""
 
-    __slots__ = "free_at", "name", "queues", "scheduled", "served"
+    __slots__ = "free_at", "queues", "served", "waiting"
 
-    def __init__(self, name: tuple[str, int]) -> None:
-        self.name, self.free_at, self.scheduled = name, 0.0, False
+    def __init__(self) -> None:
+        self.free_at, self.waiting = 0.0, 0  # while any wait, an event says when it is free
         self.served: dict[str, float] = defaultdict(float)
-        # Of roles that wait, (time, number, chain, hop, floor) as they came, which is in the order of their numbers.
-        self.queues: dict[str, deque[tuple[float, int, int, int, float]]] = {}
+        # Of each role, (number, chain, hop, floor) as they came, which is in the order of their numbers.
+        self.queues: dict[str, deque[tuple[int, int, int, float]]] = {}
 
-    def push(self, role: str, item: tuple[float, int, int, int, float]) -> None:
+    def push(self, role: str, item: tuple[int, int, int, float]) -> None:
+        self.waiting += 1
         if role in self.queues:
             self.queues[role].append(item)
         else:
             self.queues[role] = deque((item,))
 
-    def pop(self) -> tuple[float, int, int, int, float]:
+    def pop(self) -> tuple[int, int, int, float]:
+        self.waiting -= 1
         if len(self.queues) == 1:
-            (role,) = self.queues
+            (queue,) = self.queues.values()
         else:
-            role = min(self.queues, key=lambda r: (self.served[r], self.queues[r][0][1]))
-        queue = self.queues[role]
-        item = queue.popleft()
-        if not queue:
-            del self.queues[role]
-        return item
+            waiting = ((self.served[role], queue[0][0], queue) for role, queue in self.queues.items() if queue)
+            queue = min(waiting)[2]
+        return queue.popleft()
 
 
 def run(chains: Sequence[Chain]) -> Timeline:
     """Serve all chains, all ready at 0 or when their last gate opens. ValueError when a gate never opens."""
     line = Timeline()
-    servers: dict[tuple[str, int], _Server] = {}
+    servers: dict[tuple[str, int], _Server] = defaultdict(_Server)
     # (time, number, server, chain that comes to it or -1 where it is free again, hop, floor)
     events: list[tuple[float, int, _Server, int, int, float]] = []
     order = 0
@@ -98,20 +97,19 @@ def run(chains: Sequence[Chain]) -> Timeline:
     opened: dict[tuple, float] = {}
     held: dict[tuple, list[int]] = defaultdict(list)  # at the gates that they wait for
     closed = [0] * len(chains)  # gates that a chain still waits for
-    counts_at = [len(chain.hops) - 1 if chain.gate_at < 0 else chain.gate_at for chain in chains]
+    ways = [chain.hops for chain in chains]
+    last = [len(hops) - 1 for hops in ways]
+    counts_at = [last[i] if chain.gate_at < 0 else chain.gate_at for i, chain in enumerate(chains)]
     spans, busy = line.spans, line.busy
+    heappush, heappop, heappushpop = heapq.heappush, heapq.heappop, heapq.heappushpop
     for chain in chains:
         if chain.gate is not None:
             missing[chain.gate] += 1
     started = 0
 
-    def arrive(time: float, index: int, at: int, floor: float) -> None:
+    def begin(time: float, index: int) -> None:
         nonlocal order
-        name = chains[index].hops[at].server
-        server = servers.get(name)
-        if server is None:
-            server = servers[name] = _Server(name)
-        heapq.heappush(events, (time, order, server, index, at, floor))
+        heappush(events, (time, order, servers[ways[index][0].server], index, 0, 0.0))
         order += 1
 
     for index, chain in enumerate(chains):
@@ -120,48 +118,49 @@ def run(chains: Sequence[Chain]) -> Timeline:
         for gate in waits_for:
             held[gate].append(index)
         if not waits_for:
-            arrive(0.0, index, 0, 0.0)
-    while events:
-        now, _, server, index, at, floor = heapq.heappop(events)
-        if index >= 0:
-            server.push(chains[index].hops[at].role, (now, order, index, at, floor))
-        else:
-            server.scheduled = False
-        order += 1
-        if server.scheduled or not server.queues:
+            begin(0.0, index)
+    event = heappop(events) if events else None
+    while event is not None:
+        now, _, server, index, at, floor = event
+        if index < 0:
+            _, index, at, floor = server.pop()
+        elif server.waiting or server.free_at > now:
+            if not server.waiting:
+                heappush(events, (server.free_at, order + 1, server, -1, 0, 0.0))
+            server.push(ways[index][at].role, (order, index, at, floor))
+            order += 2
+            event = heappop(events)
             continue
-        if server.free_at > now:
-            server.scheduled = True
-            heapq.heappush(events, (server.free_at, order, server, -1, 0, 0.0))
-            order += 1
-            continue
-        _, _, index, at, floor = server.pop()
+        name, role, work, streams, latency = ways[index][at]
         chain = chains[index]
-        hop = chain.hops[at]
         started += 1
-        server.served[hop.role] += hop.work
-        server.free_at = now + hop.work
-        end = max(now + hop.work, floor)
-        if hop.work:
-            spans.append(Span(hop.server, hop.role, chain.label, now, hop.work))
-            busy[hop.server] += hop.work
-        if server.queues:
-            server.scheduled = True
-            heapq.heappush(events, (server.free_at, order, server, -1, 0, 0.0))
+        server.served[role] += work
+        server.free_at = end = now + work
+        if work:
+            spans.append(Span(name, role, chain.label, now, work))
+            busy[name] += work
+        if server.waiting:
+            heappush(events, (end, order, server, -1, 0, 0.0))
             order += 1
-        end += hop.latency
-        if at + 1 < len(chain.hops):
-            arrive(now + hop.latency if hop.streams else end, index, at + 1, end)
+        end = max(end, floor) + latency
+        if at < last[index]:
+            following = servers[ways[index][at + 1].server]
+            coming = (now + latency if streams else end, order, following, index, at + 1, end)
+            order += 1
         else:
+            coming = None
             line.end = max(line.end, end)
-        if chain.gate is None or at != counts_at[index]:
-            continue
-        opened[chain.gate] = max(opened.get(chain.gate, 0.0), end)
-        missing[chain.gate] -= 1
-        for waiter in held.pop(chain.gate, ()) if not missing[chain.gate] else ():
-            closed[waiter] -= 1
-            if not closed[waiter]:
-                arrive(max(opened[gate] for gate in chains[waiter].after if gate in opened), waiter, 0, 0.0)
-    if started != sum(len(c.hops) for c in chains):
+        if chain.gate is not None and at == counts_at[index]:
+            opened[chain.gate] = max(opened.get(chain.gate, 0.0), end)
+            missing[chain.gate] -= 1
+            for waiter in held.pop(chain.gate, ()) if not missing[chain.gate] else ():
+                closed[waiter] -= 1
+                if not closed[waiter]:
+                    begin(max(opened[gate] for gate in chains[waiter].after if gate in opened), waiter)
+        if coming is not None:
+            event = heappushpop(events, coming)
+        else:
+            event = heappop(events) if events else None
+    if started != sum(map(len, ways)):
         raise ValueError(f"{sum(count > 0 for count in closed)} chains wait for gates that never open")
     return line

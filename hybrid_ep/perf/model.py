@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hybrid_ep.hardware.block_split import local_blocks
@@ -181,46 +181,51 @@ class _Work:
         self.fan_out = traffic.copies / (self.local_tokens + rail)  # copies of a source row
         self.crossing = traffic.nvlink_rows / traffic.copies  # share of copies on NVLink's busier direction
 
-    @property
+    @cached_property
     def workers(self) -> list[int]:
         """Blocks that work locally: those behind the ones that feed links, or, without such, these."""
         return list(range(self.num_sms, self.num_sms + self.local_sms) if self.local_sms else range(self.num_sms))
 
     def dispatch(self) -> Timeline:
         own_rows = self.local_tokens / self.own_chunks
-        chains = []
+        # One chunk's hops are another's of the same block.
+        own = [self._scatter(block, own_rows) for block in range(self.num_sms)]
+        rail = [self._rail_hops(block) for block in range(self.num_sms if self.peers else 0)]
+        delivered, rail_delivered = self._deliver_hops(own_rows), self._deliver_hops(self.rail_rows)
+        chains: list[Chain] = []
         for chunk in range(max(self.own_chunks, self.rail_chunks)):
             if chunk < self.own_chunks:
-                hops = self._scatter(chunk % self.num_sms, own_rows)
-                chains.append(Chain(f"own {chunk}", hops, gate=("landed", -1, chunk)))
-                chains += self._deliver(chunk, -1, own_rows, len(chains))
+                chains.append(Chain(f"own {chunk}", own[chunk % self.num_sms], gate=("landed", -1, chunk)))
+                chains += self._deliver(chunk, -1, *delivered, len(chains))
             for peer in range(self.peers if chunk < self.rail_chunks else 0):
-                chains += self._rail_dispatch(chunk, peer)
-                chains += self._deliver(chunk, peer, self.rail_rows, len(chains))
+                chains += self._rail_dispatch(chunk, peer, rail[(chunk + peer) % self.num_sms])
+                chains += self._deliver(chunk, peer, *rail_delivered, len(chains))
         return flow.run(chains)
 
-    def _deliver(self, chunk: int, peer: int, rows: float, first: int) -> list[Chain]:
+    def _deliver(self, chunk: int, peer: int, pieces: int, hops: list[list[Hop]], first: int) -> list[Chain]:
         """What local work does with the rows of a chunk once they have landed. By symmetry the rows that this rank
         sends stand for as many that come to it. Groups of rows are dealt to workers in turn."""
+        label = f"deliver {peer}.{chunk}" if peer >= 0 else f"deliver {chunk}"
+        after = [("landed", peer, chunk)]
+        return [Chain(label, hops[(first + i) % len(hops)], after=after) for i in range(pieces)]
+
+    def _deliver_hops(self, rows: float) -> tuple[int, list[list[Hop]]]:
+        """(pieces that so many landed rows make, a piece's hops by worker)."""
         share = rows / (self.local_tokens + self.rail)
         loads, stores = self.moved.loads * share, self.moved.stores * share
         if loads + stores <= 0:
-            return []
+            return 0, []
         workers = self.workers
         pieces = min(len(workers), max(1, round(self.t.received * share / GROUP_ROWS)))
         work = self._local_copies(loads, stores) / pieces
         lanes = self.cost.lanes  # one loads, the other stores
         lane = max(loads * lanes.deliver_load, loads * lanes.deliver_store) / pieces
-        return [
-            Chain(
-                f"deliver {peer}.{chunk}" if peer >= 0 else f"deliver {chunk}",
-                [
-                    Hop(("role lane deliver", workers[(first + i) % len(workers)]), "deliver", lane, True),
-                    Hop(("engine", workers[(first + i) % len(workers)]), "deliver", work, latency=self.memory_latency),
-                ],
-                after=[("landed", peer, chunk)],
-            )
-            for i in range(pieces)
+        return pieces, [
+            [
+                Hop(("role lane deliver", worker), "deliver", lane, True),
+                Hop(("engine", worker), "deliver", work, latency=self.memory_latency),
+            ]
+            for worker in workers
         ]
 
     def _local_copies(self, loads: float, stores: float) -> float:
@@ -244,17 +249,17 @@ class _Work:
         lanes = self.cost.lanes
         lane = loads * (lanes.sum_pair + self.cost.sum_tiles * lanes.sum_row) + sums * lanes.sum_partial
         lane /= groups * steps
-        chains = []
-        for step in range(steps):
-            for block in workers:
-                hops = [
-                    Hop(("role lane unpermute", block), "unpermute", lane, True),
-                    Hop(("role unpermute", block), "unpermute", waits, True),
-                    Hop(("engine", block), "unpermute", engine, True),
-                    Hop(("role add unpermute", block), "unpermute", adds, latency=self.nvlink_latency),
-                ]
-                chains.append(Chain(f"partials {step}", hops, gate=("partials", step)))
-        return chains, steps
+        ways = [
+            [
+                Hop(("role lane unpermute", block), "unpermute", lane, True),
+                Hop(("role unpermute", block), "unpermute", waits, True),
+                Hop(("engine", block), "unpermute", engine, True),
+                Hop(("role add unpermute", block), "unpermute", adds, latency=self.nvlink_latency),
+            ]
+            for block in workers
+        ]
+        steps_of = ((f"partials {step}", ("partials", step)) for step in range(steps))
+        return [Chain(label, hops, gate=gate) for label, gate in steps_of for hops in ways], steps
 
     def combine(self) -> Timeline:
         chains, steps = self._unpermute()
@@ -264,28 +269,36 @@ class _Work:
             """What is formed when the rows of a chunk are."""
             return [("partials", -(-(chunk + 1) * steps // chunks) - 1)] if steps else []
 
+        blocks = range(self.num_sms)
+        nic = Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency)
+        credit = Hop(("credit", 0), "node_sum", 0.0, latency=self.nic_latency)
+        to_nodes = [
+            [
+                *self._pull("node_sum", block, self.rail_rows, self.fan_out, 0.0),
+                Hop(("role put", block), "node_sum", self.post),
+                nic,
+            ]
+            for block in blocks[: self.num_sms if self.peers else 0]
+        ]
+        sums = self.t.rail_out / self.own_chunks
+        own = [self._pull("final_sum", block, rows, self.fan_out, sums) for block in blocks]
         for chunk in range(self.rail_chunks):
             after = partials(chunk, self.rail_chunks)
             # its slot is free when the own chunk with the last row of the chunk before it in the slot is summed
             if slots and chunk >= slots:
                 after.append(("own", -(-(chunk - slots + 1) * self.own_chunks // self.rail_chunks) - 1))
-            credit = Hop(("credit", 0), "node_sum", 0.0, latency=self.nic_latency)
             for peer in range(self.peers):
-                block = (chunk + peer) % self.num_sms
-                hops = self._pull("node_sum", block, self.rail_rows, self.fan_out, 0.0)
-                nic = Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency)
-                post = Hop(("role put", block), "node_sum", self.post)
-                hops = [*([credit] if slots and chunk >= slots else []), *hops, post, nic]
+                hops = to_nodes[(chunk + peer) % self.num_sms]
+                if slots and chunk >= slots:
+                    hops = [credit, *hops]
                 chains.append(Chain(f"sum {peer}.{chunk}", hops, gate=("sums", chunk), after=after))
         for chunk in range(self.own_chunks):
-            sums = self.t.rail_out / self.own_chunks
             # a block that forms partials does so before its final sums
             after = partials(chunk, self.own_chunks) if self.local_sms else partials(0, 1)
             if self.rail_chunks:
                 # by symmetry the last sum of a chunk of tokens comes when as large a share of the rail's chunks is done
                 after.append(("sums", -(-(chunk + 1) * self.rail_chunks // self.own_chunks) - 1))
-            hops = self._pull("final_sum", chunk % self.num_sms, rows, self.fan_out, sums)
-            chains.append(Chain(f"own {chunk}", hops, gate=("own", chunk), after=after))
+            chains.append(Chain(f"own {chunk}", own[chunk % self.num_sms], gate=("own", chunk), after=after))
         return flow.run(chains)
 
     def _scatter(self, block: int, rows: float) -> list[Hop]:
@@ -298,16 +311,19 @@ class _Work:
         )
         return [lane, engine, Hop(("nvlink", 0), "rows", copies * self.crossing * self.cost.nvlink)]
 
-    def _rail_dispatch(self, chunk: int, peer: int) -> list[Chain]:
-        """The chunk's way until it has landed, and that of its slot's credit back."""
-        hops, slots = [], self.impl.rail_slots(self.shape)
+    def _rail_hops(self, block: int) -> list[Hop]:
+        """The way of a chunk over the rail until it has landed."""
+        hops = []
         if self.impl.stage_rail:
-            block = (chunk + peer) % self.num_sms
             hops.append(Hop(("role lane n2n", block), "n2n", self.rail_rows * self.cost.lanes.n2n_token, True))
             hops.append(Hop(("engine", block), "n2n", self.rail_rows * (self.cost.load + self.cost.store)))
             hops.append(Hop(("role n2n", block), "n2n", self.post))
         hops.append(Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency))
-        hops += self._scatter((chunk + peer) % self.num_sms, self.rail_rows)
+        return hops + self._scatter(block, self.rail_rows)
+
+    def _rail_dispatch(self, chunk: int, peer: int, hops: list[Hop]) -> list[Chain]:
+        """The chunk's way until it has landed, and that of its slot's credit back."""
+        slots = self.impl.rail_slots(self.shape)
         after = [("slot", peer, chunk - slots)] if slots and chunk >= slots else []
         chains = [Chain(f"rail {peer}.{chunk}", hops, gate=("landed", peer, chunk), after=after)]
         if slots:
@@ -405,8 +421,8 @@ def _bandwidths(shape: Shape, t: Traffic, dtype: str, time_us: float) -> tuple[d
 def _role_shares(line: Timeline, work: _Work, time_us: float) -> dict[str, float]:
     """Mean share of the copy engines of the SMs granted to it that each role keeps busy."""
     shares: dict[str, float] = {}
-    for span in line.spans:
-        if span.server[0] == "engine":
-            sms = len(work.workers) if span.role in ("deliver", "unpermute") else work.num_sms
-            shares[span.role] = shares.get(span.role, 0.0) + span.work / (sms * time_us)
+    local, others = len(work.workers) * time_us, work.num_sms * time_us
+    for server, role, _, _, busy in line.spans:
+        if server[0] == "engine":
+            shares[role] = shares.get(role, 0.0) + busy / (local if role in ("deliver", "unpermute") else others)
     return shares

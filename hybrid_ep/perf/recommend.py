@@ -89,21 +89,15 @@ def _tune_sms(shape: Shape, cluster_name: str, dtype: str, traffic: Traffic) -> 
     return min(n for n, us in by_sms.items() if us <= _SMS_WITHIN * min(by_sms.values()))
 
 
-@lru_cache(maxsize=4096)
 def _exchange(shape: Shape, cluster_name: str, dtype: str, traffic: Traffic, num_sms: int, chunk: int) -> float:
+    dispatch = _call("dispatch", shape, cluster_name, dtype, traffic, num_sms, chunk)
+    return dispatch + _call("combine", shape, cluster_name, "bf16", traffic, num_sms, chunk)
+
+
+@lru_cache(maxsize=8192)  # a combine serves both dtypes of the dispatch
+def _call(op: str, shape: Shape, cluster_name: str, dtype: str, traffic: Traffic, num_sms: int, chunk: int) -> float:
     cluster = clusters.get(cluster_name)
-    return sum(
-        model.predict(
-            op,
-            shape,
-            cluster,
-            num_sms=num_sms,
-            chunk=chunk,
-            traffic=traffic,
-            dtype=dtype if op == "dispatch" else "bf16",
-        ).api_us
-        for op in model.OPS
-    )
+    return model.predict(op, shape, cluster, num_sms=num_sms, chunk=chunk, traffic=traffic, dtype=dtype).api_us
 
 
 def state_gb(job: Job) -> float:

@@ -179,7 +179,8 @@ def test_a_streaming_hop_ends_no_earlier_than_its_source():
 
 
 def test_roles_share_a_server():
-    chains = [Chain(f"{role}{i}", [Hop(("a", 0), role, 1.0)]) for role in ("x", "y") for i in range(3)]
+    hops = {role: [Hop(("a", 0), role, 1.0)] for role in ("x", "y")}
+    chains = [Chain(f"{role}{i}", hops[role]) for role in ("x", "y") for i in range(3)]
     order = [s.role for s in flow.run(chains).spans]
     assert order == ["x", "y"] * 3
 

@@ -195,6 +195,15 @@ def test_experts_that_are_kept_are_not_pulled_again():
             weights_us(held=held)
 
 
+def test_a_combine_is_simulated_once_for_both_dtypes_of_the_dispatch(monkeypatch):
+    shape, asked = Shape(8, 8, 777, 1024, 2, 16), []
+    real = model.predict
+    monkeypatch.setattr(model, "predict", lambda op, *a, **how: asked.append((op, how["dtype"])) or real(op, *a, **how))
+    times = [recommend.tune(shape, clusters.get("h100_8x400g"), dtype).exchange_us for dtype in ("bf16", "fp8")]
+    assert times[1] < times[0] and len(asked) == 3 * (len(recommend._SMS) + 1)  # SMs, and then the chunk
+    assert set(asked) == {("dispatch", "bf16"), ("dispatch", "fp8"), ("combine", "bf16")}
+
+
 def test_tuning_takes_no_more_sms_than_it_needs():
     shape = Shape(64, 8, 4096, 7168, 8, 256)
     tuned = recommend.tune(shape, H100)
