@@ -101,14 +101,15 @@ def declared_summary(module: str) -> str:
     return f"{module}: has no SUMMARY"
 
 
-def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser with the flags of subcommand `only` (the others appear by name and summary alone)."""
+def build_parser(only: str | None = None, known: dict[str, Command] | None = None) -> argparse.ArgumentParser:
+    """The parser with the flags of subcommand `only` (the others appear by name and summary alone). known: commands(),
+    where the caller has them: to find them takes a look at every package that is installed."""
     from hybrid_ep.cli.parser import Parser
 
     parser = Parser(prog="hybrid-ep", description="Expert-parallel dispatch and combine.")
     parser.add_argument("--version", action="version", version=f"hybrid-ep {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in commands().items():
+    for name, command in (commands() if known is None else known).items():
         shown = only in (None, name)  # else nobody sees its summary
         summary = command.summary or (declared_summary(command.module) if shown else "")
         subparser = subparsers.add_parser(name, help=summary, description=summary)
@@ -161,10 +162,11 @@ def _drop_output() -> None:
 
 
 def _run(argv: list[str]) -> int:
-    chosen = argv[0] if argv and argv[0] in commands() else None
-    args = build_parser(only=chosen).parse_args(argv)
+    known = commands()
+    chosen = argv[0] if argv and argv[0] in known else None
+    args = build_parser(chosen, known).parse_args(argv)
     try:
-        return importlib.import_module(commands()[args.command].module).run(args, argv)
+        return importlib.import_module(known[args.command].module).run(args, argv)
     except UsageError as error:
         print(f"hybrid-ep {args.command}: {error}", file=sys.stderr)
         return EXIT_USAGE

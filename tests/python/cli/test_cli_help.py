@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,13 @@ def test_a_plug_in_s_summary_is_shown_without_importing_it(plug_ins):
     said = " ".join(cli.build_parser().format_help().split())
     assert "does things elsewhere" in said and "one file" in said and "silent.deep: has no SUMMARY" in said
     assert all(command.summary in said for command in cli.COMMANDS.values())
+
+
+def test_a_command_looks_for_plug_ins_once(monkeypatch):
+    real, looked = entry_points, []
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: looked.append(group) or real(group=group))
+    assert cli.main(["simulate", "--tokens", "64"]) == 0
+    assert looked == ["hybrid_ep.commands"]
 
 
 def test_one_that_is_gone_is_called_so(plug_ins, monkeypatch):
