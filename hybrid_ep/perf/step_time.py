@@ -335,7 +335,7 @@ def step(job: Job, layer: Layer | None = None, fitted: efficiency.Compute | None
 
 
 def tokens_per_s_per_gpu(job: Job, fitted: efficiency.Compute | None = None) -> float:
-    """Of `step`, in a third of the time: what a fit asks for."""
+    """As of `step`, without shares and FLOPs, which a fit does not ask for."""
     return _rate(job, sum(_parts(job, job.beside, fitted)))
 
 
