@@ -84,8 +84,10 @@ BUDGETS = {
     "latency_combine_nodes": replace(NODES, instructions=16300, stack=24, local_loads=40),
     # Of a spare slot the last warp to store speaks for all, of gradients the last to have read them.
     "push_weights": Budget(96, 3000, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
-    "await_weights": Budget(80, 1000, ("ELECT", *ACQUIRES)),
+    "await_weights": Budget(80, 1150, ("ELECT", *ACQUIRES)),
     "collect_gradients": Budget(144, 2900, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
+    "push_rails": Budget(112, 6100, (*COPIES, *ACQUIRES)),
+    "collect_rails": Budget(120, 5000, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
 }
 # A fence of system scope takes about a microsecond: one a group of flags (Arch::st_release_sys_each), not one a flag. A
 # loop over peers has 13 to 42 instructions with a fence each; the shortest loop that may have one, over chunks, has 96.

@@ -104,6 +104,10 @@
   BUG(kWeightsUnawaited, "nobody waits for the weights of clones") \
   BUG(kCloneGradientTwice, "a clone's gradient is added twice") \
   BUG(kCloneGradientsUnawaited, "gradients of clones are read before their holder says that they are there") \
+  BUG(kChunkToldBeforeStores, "a chunk of a clone's weights is told before its stores are complete") \
+  BUG(kChunkFedUnasked, "a channel's slot is filled again before its last chunk has been stored") \
+  BUG(kOneCopyOfANode, "of an expert's clones on another node only the first takes part") \
+  BUG(kChunkCreditedUnread, "a chunk of gradients is given back when the one before it has come") \
   BUG(kCloneGradientsNotTaken, "a rank goes on before the owners have read its clones' gradients") \
   BUG(kPartRelayedUnawaited, "a part of an expert is passed on before it has come from the owner") \
   BUG(kSumUnawaited, "a part of a sum of clones' gradients is read before it is said to be formed") \

@@ -60,7 +60,7 @@ HEP_DEVICE void await_part(A& a, const SpareParams& p, const SpareTable<A>& tabl
   const int source = j == own ? copy.owner(p) : j / int(p.spare_slots);
   for (int piece = 0; part >= 0 && piece < copy.pieces(); ++piece)
     if (!is_empty(p, copy, part, piece, [&](uint32_t m) { return p.matrices[m].weight_units(); }))
-      a.wait_ge_sys(p.full_flag(p.world.rank, slot, source, piece), epoch, {Site::kCloneWeights, source, slot});
+      a.wait_ge_sys(p.full_flag(p.world.rank, slot, source, piece), epoch, {Site::kCloneWeights, p.name(source), slot});
 }
 
 // One block.

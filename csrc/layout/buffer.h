@@ -10,6 +10,7 @@
 #include "layout/counts.h"
 #include "layout/latency.h"
 #include "layout/message.h"
+#include "layout/spare_channels.h"
 #include "layout/spare_shape.h"
 
 namespace hep {
@@ -59,7 +60,7 @@ struct BufferShape {
     auto need = [](bool ok, const char* what) {
       if (!ok) throw std::invalid_argument(std::string("BufferShape: spares: ") + what);
     };
-    need(num_nodes == 1, "ranks must all map each other's memory: one node");
+    need(spares.rail_chunk_bytes % 16 == 0, "rail_chunk_bytes must be a multiple of 16");
     need(spares.num_owners >= 1, "num_owners must be at least 1");
     need(spares.element_bytes == 2 || spares.element_bytes == 4, "element_bytes must be 2 or 4");
     need(spares.num_matrices >= 1 && spares.num_matrices <= SpareShape::kMostMatrices,
@@ -95,6 +96,8 @@ struct BufferLayout {
   uint64_t latency_signals, latency_send, latency_recv;
   uint64_t counts_at, clone_counts_at, landed, partials, latency, rail_send, rail_recv, recv, arena;  // data regions
   uint64_t spare_weights, spare_gradients, gradient_bytes;
+  SpareChannels channels;
+  uint64_t channel_flags, channel_rings;
   uint64_t groups, recv_bytes, arena_bytes, total;
   std::vector<Region> regions;
 
@@ -131,11 +134,14 @@ struct BufferLayout {
     gradients_ready = add("gradients_ready_flags", sharing * kFlagStride);
     gradients_summed = add("gradients_summed_flags", parts * kFlagStride);
     gradients_taken = add("gradients_taken_flags", sharing * kFlagStride);
+    channels = SpareChannels::make(s.spares, num_nodes, num_local_ranks);
+    channel_flags = add("spare_channel_flags", channels.flags() * kFlagStride);
     counts_at = add("counts", 2 * num_ranks * counts.vector_bytes());  // two parities, see exchange.h
     clone_counts_at = add("clone_counts", planned * 2 * num_ranks * clone_counts.vector_bytes());
     spare_weights = add("spare_weights", spare ? s.spares.weights_at(s.spares.num_matrices) : 0);
     gradient_bytes = spare ? s.spares.gradients_at(s.spares.num_matrices) : 0;
     spare_gradients = add("spare_gradients", gradient_bytes);
+    channel_rings = add("spare_channel_rings", channels.ring_bytes());
     groups = div_up(s.recv_rows, kGroupRows);
     landed = add("landed_counters", 8 * groups);
     partials = add("partial_flags", 2 * 8 * groups * num_local_ranks);

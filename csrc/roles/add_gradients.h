@@ -7,10 +7,9 @@
 // sum when the last of the warps that form it says so for all of them (`sums`), and all of it may be written again when
 // the owner has said that it has its sum (`taken`), which the last lane of the kernel waits for.
 #pragma once
-#include <bit>
-
 #include "pipeline/node_gate.h"
 #include "roles/spare_copies.h"
+#include "roles/vector_sum.h"
 
 namespace hep {
 
@@ -38,7 +37,7 @@ class AddGradientsRole {
     for (int s = 0; s < int(p.spare_slots) && !injected(Bug::kCloneGradientsNotTaken); ++s) {
       const SpareCopy own = table_[table_.own(s)];
       if (own.expert < 0) continue;
-      const WaitInfo info{Site::kCloneGradientsTaken, own.owner(p), s};
+      const WaitInfo info{Site::kCloneGradientsTaken, p.name(own.owner(p)), s};
       a.wait_ge_sys(p.flag(p.world.rank, p.taken, own.owner(p)), epoch_, info);
     }
   }
@@ -86,7 +85,7 @@ class AddGradientsRole {
     return a.warp_whole();
   }
   HEP_DEVICE void await_holder(const uint64_t* flag, int64_t j) {
-    a.wait_ge_sys(flag, epoch_, {Site::kCloneGradients, p.rank_of(int(j)), j});
+    a.wait_ge_sys(flag, epoch_, {Site::kCloneGradients, p.name(p.rank_of(int(j))), j});
   }
 
   // The sum of the copies from `first` on, or its gradient alone, into `to`, or added to what is there.
@@ -121,26 +120,14 @@ class AddGradientsRole {
       }
       HEP_UNROLL
       for (int w = 0; w < kVectors; ++w)
-        if (const uint64_t at = i + uint64_t(w) * width; at < part.end) put(to + 4 * at, total[w], adds, whole);
+        if (const uint64_t at = i + uint64_t(w) * width; at < part.end) {
+          if (adds)
+            add_to_sum(a, to + 4 * at, total[w], whole);
+          else
+            a.st_global(reinterpret_cast<Vec16*>(to + 4 * at), total[w]);
+        }
     }
   }
-  HEP_DEVICE static Vec16 sum_of(Vec16 v, const Vec16& more) {
-    HEP_UNROLL
-    for (int k = 0; k < 4; ++k)
-      v.w[k] = std::bit_cast<uint32_t>(std::bit_cast<float>(v.w[k]) + std::bit_cast<float>(more.w[k]));
-    return v;
-  }
-  // A sum may begin at any element: those of Megatron's gradient buffers do.
-  HEP_DEVICE void put(float* to, const Vec16& sum, bool adds, bool whole) {
-    if (whole) {
-      auto* const vector = reinterpret_cast<Vec16*>(to);
-      a.st_global(vector, adds ? sum_of(a.ld_global(vector), sum) : sum);
-      return;
-    }
-    HEP_UNROLL
-    for (int k = 0; k < 4; ++k) a.st_global(to + k, a.ld_global(to + k) + std::bit_cast<float>(sum.w[k]));
-  }
-
   A& a;
   const SpareParams& p;
   const SpareTable<A>& table_;

@@ -63,7 +63,7 @@ class PushWeightsRole {
     const uint64_t* const flag = p.full_flag(p.world.rank, slot, owner, piece);
     if (a.ld_acquire_sys(flag) >= stores_.epoch()) return;
     stores_.drain();
-    a.wait_ge_sys(flag, stores_.epoch(), {Site::kCloneWeights, owner, slot});
+    a.wait_ge_sys(flag, stores_.epoch(), {Site::kCloneWeights, p.name(owner), slot});
   }
   // To slot j, of this rank's expert `owned`, or -1 out of its slot `own`. Chunks are counted through all parts, so
   // that warps have alike even where a part has few.

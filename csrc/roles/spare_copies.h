@@ -53,12 +53,11 @@ HEP_DEVICE bool is_empty(const SpareParams& p, const SpareCopy& copy, int part, 
   return true;
 }
 
-// The copy in slot j. expert_at(i): what slot i of the group holds.
-template <class A, class At>
-HEP_DEVICE SpareCopy copy_of(A& a, const SpareParams& p, int j, const At& expert_at) {
-  SpareCopy copy{expert_at(j), -1, -1, 0, -1};
+// The copy in slot j. expert_at(i): what slot i of the node holds. column: of its owner, in the node.
+template <class At>
+HEP_DEVICE SpareCopy copy_of(const SpareParams& p, int j, int32_t column, const At& expert_at) {
+  SpareCopy copy{expert_at(j), column, -1, 0, -1};
   if (copy.expert < 0) return copy;
-  copy.column = int32_t(a.ld_global(p.columns + copy.expert));
   int latest = copy.owner(p);
   for (int i = 0; i < p.num_slots(); ++i) {
     const int rank = i / int(p.spare_slots);
@@ -85,12 +84,18 @@ class SpareTable {
   // By all lanes of a block, which meet. False: one of them has left.
   HEP_DEVICE bool fill() const {
     const int first = a.warp_idx() * A::kLanes + a.lane(), step = a.num_warps() * A::kLanes;
-    for (int j = first; j < p.num_slots(); j += step)
-      a.st_shared(&copies_[j].expert, int32_t(a.ld_global(p.slot_expert + j)));
+    const int before = p.first_rank * p.width(), here = p.world.num_ranks() * p.width();
+    for (int j = first; j < p.num_slots(); j += step) {
+      int32_t expert = a.ld_global(p.slot_expert + p.first_slot() + j);
+      int32_t column = expert < 0 ? -1 : int32_t(a.ld_global(p.columns + expert)) - before;
+      if (column < 0 || column >= here) expert = column = -1;  // another node's: its weights come along a rail
+      a.st_shared(&copies_[j].expert, expert);
+      a.st_shared(&copies_[j].column, column);
+    }
     if (!a.block_whole()) return false;
     for (int j = first; j < p.num_slots(); j += step) {
-      const SpareCopy copy = copy_of(a, p, j, [this](int i) { return a.ld_shared(&copies_[i].expert); });
-      a.st_shared(&copies_[j].column, copy.column);
+      const auto expert_at = [this](int i) { return a.ld_shared(&copies_[i].expert); };
+      const SpareCopy copy = copy_of(p, j, a.ld_shared(&copies_[j].column), expert_at);
       a.st_shared(&copies_[j].relay, copy.relay);
       a.st_shared(&copies_[j].relays, copy.relays);
       a.st_shared(&copies_[j].next, copy.next);

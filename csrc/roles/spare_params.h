@@ -27,7 +27,8 @@ struct SpareParams {
   static constexpr uint64_t kStride = BufferLayout::kFlagStride / 8;
   static constexpr int kPieces = int(SpareShape::kMostPieces);
 
-  World world;  // of one node
+  World world;         // of one node
+  int32_t first_rank;  // of it, in the group; the plan and the columns are the group's
   SpareProgress* progress;
   uint32_t spare_slots, num_owners, num_matrices;
   uint32_t chunk_bytes;  // of a stage, a multiple of 16
@@ -49,6 +50,8 @@ struct SpareParams {
   uint64_t fifo_stride;
 
   HEP_DEVICE int num_slots() const { return world.num_ranks() * int(spare_slots); }
+  HEP_DEVICE int first_slot() const { return first_rank * int(spare_slots); }
+  HEP_DEVICE int name(int rank) const { return first_rank + rank; }  // as the group counts
   HEP_DEVICE int rank_of(int slot) const { return slot / int(spare_slots); }
   HEP_DEVICE unsigned char* at(int rank, int64_t region) const {
     return reinterpret_cast<unsigned char*>(reinterpret_cast<uint64_t>(recv[rank]) + uint64_t(region));

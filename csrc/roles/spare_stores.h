@@ -60,7 +60,7 @@ class SpareStores {
   HEP_DEVICE void await_free(int holder, const SpareHead& head) {
     if (!injected(Bug::kSlotNotAwaitedFree))
       a.wait_ge_sys(p.flag(p.world.rank, p.free, holder), epoch_,
-                    {Site::kSlotsFree, holder, int64_t(head.piece) / SpareParams::kPieces});
+                    {Site::kSlotsFree, p.name(holder), int64_t(head.piece) / SpareParams::kPieces});
     free_ = holder;
   }
   // This warp has stored its share of the piece.

@@ -97,6 +97,8 @@ void Engine::start_counters_at(uint64_t base) {
   if (spare_state_) {
     const SpareProgress spares{base, base, base, 0};
     executor_->write(spare_state_.get(), &spares, sizeof spares);
+    const std::vector<uint64_t> passed(layout_.channels.counters(), base);
+    if (!passed.empty()) executor_->write(channel_chunks_, passed.data(), 8 * passed.size());
   }
   const uint64_t before = base % RailCall::kMostChunks;  // chunks, which full flags number
   const std::vector<uint64_t> chunks(size_t(world_.num_nodes), before);

@@ -195,6 +195,7 @@ class Engine {
   void make_clone_state();
   void make_spare_state();
   SpareParams spare_params(const SpareCall& call) const;
+  SpareRailParams spare_rail_params(const SpareParams& node) const;
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
   void bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call) const;
@@ -230,12 +231,13 @@ class Engine {
   uint64_t* waited_;                    // [R]
   RankProgress* progress_;
   uint64_t* exit_counter_;
-  unsigned char* latency_counts_;      // count vectors that the latency path has received, two parities
-  uint64_t* latency_stored_;           // see LatencyRailLink
-  uint64_t* misfits_;                  // of an exchange's blocks
-  uint32_t* block_counts_;             // likewise
-  std::shared_ptr<void> clone_state_;  // of the kernel that plans clones, in its memory: counts of blocks, a log
-  std::shared_ptr<void> spare_state_;  // of the kernels of spare slots, likewise: progress, counters
+  unsigned char* latency_counts_;       // count vectors that the latency path has received, two parities
+  uint64_t* latency_stored_;            // see LatencyRailLink
+  uint64_t* misfits_;                   // of an exchange's blocks
+  uint32_t* block_counts_;              // likewise
+  std::shared_ptr<void> clone_state_;   // of the kernel that plans clones, in its memory: counts of blocks, a log
+  std::shared_ptr<void> spare_state_;   // of the kernels of spare slots, likewise: progress, counters
+  uint64_t* channel_chunks_ = nullptr;  // in it, see SpareRailParams
   ChunksTaken taken_;
   uint64_t *rail_sent_, *rail_received_;  // chunks over the life of the buffer, [N]
   uint64_t* consumed_;                    // [N][rail_slots]

@@ -7,8 +7,10 @@ namespace hep {
 
 void Engine::make_spare_state() {
   if (!shape_.spares.spare_slots) return;
-  const uint64_t slots = uint64_t(world_.num_ranks() + 1) * shape_.spares.spare_slots;
-  spare_state_ = executor_->allocate(align_up(sizeof(SpareProgress), 64) + 8 * slots * SpareShape::kMostPieces);
+  const uint64_t slots = uint64_t(world_.num_local_ranks + 1) * shape_.spares.spare_slots;
+  const uint64_t parts = align_up(sizeof(SpareProgress), 64) + 8 * slots * SpareShape::kMostPieces;
+  spare_state_ = executor_->allocate(parts + 8 * (layout_.channels.counters() + 1));
+  channel_chunks_ = reinterpret_cast<uint64_t*>(static_cast<unsigned char*>(spare_state_.get()) + parts);
 }
 
 SpareParams Engine::spare_params(const SpareCall& c) const {
@@ -19,11 +21,12 @@ SpareParams Engine::spare_params(const SpareCall& c) const {
   if (c.chunk_bytes % 16)
     throw std::invalid_argument("chunk_bytes: is " + std::to_string(c.chunk_bytes) + "; give a multiple of 16");
   SpareParams p{};
-  p.world = world_;
+  p.world = {1, world_.num_local_ranks, world_.local_rank()};
+  p.first_rank = world_.rank_of(world_.node(), 0);
   auto* const state = static_cast<unsigned char*>(spare_state_.get());
   p.progress = reinterpret_cast<SpareProgress*>(state);
   p.stored = reinterpret_cast<uint64_t*>(state + align_up(sizeof(SpareProgress), 64));
-  p.summed = p.stored + uint64_t(world_.num_ranks()) * s.spare_slots * SpareShape::kMostPieces;
+  p.summed = p.stored + uint64_t(world_.num_local_ranks) * s.spare_slots * SpareShape::kMostPieces;
   p.spare_slots = s.spare_slots;
   p.num_owners = s.num_owners;
   p.num_matrices = s.num_matrices;
@@ -45,6 +48,19 @@ SpareParams Engine::spare_params(const SpareCall& c) const {
   return p;
 }
 
+SpareRailParams Engine::spare_rail_params(const SpareParams& node) const {
+  SpareRailParams p{};
+  p.node = node;
+  p.world = world_;
+  p.channels = layout_.channels;
+  p.flags = int64_t(layout_.channel_flags) - int64_t(layout_.recv);
+  p.rings = int64_t(layout_.channel_rings) - int64_t(layout_.recv);
+  p.recv_at = layout_.recv;
+  p.chunks = channel_chunks_;
+  p.through = channel_chunks_ + layout_.channels.counters();
+  return p;
+}
+
 std::shared_ptr<unsigned char> Engine::spare_memory(bool gradients) const {
   return {segments_[size_t(world_.rank)], own() + (gradients ? layout_.spare_gradients : layout_.spare_weights)};
 }
@@ -57,10 +73,16 @@ uint64_t Engine::spare_bytes(bool gradients) const {
 void Engine::push_weights(const SpareCall& c) {
   const SpareParams p = spare_params(c);
   Call call(*this);
+  const SpareRailParams rails = spare_rail_params(p);
+  const bool crosses = rails.channels.number() > 0;
   executor_->require_shared_memory(p);
+  if (crosses) executor_->require_shared_memory(rails);
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
-  call.run([&] { executor_->push_weights(p, settings); });
+  call.run([&] {
+    executor_->push_weights(p, settings);
+    if (crosses) executor_->push_rails(rails, settings);
+  });
 }
 
 void Engine::await_weights(const SpareCall& c) {
@@ -74,7 +96,10 @@ void Engine::collect_gradients(const SpareCall& c) {
   Call call(*this);
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
-  call.run([&] { executor_->collect_gradients(p, settings); });
+  call.run([&] {
+    executor_->collect_gradients(p, settings);
+    if (layout_.channels.number()) executor_->collect_rails(spare_rail_params(p), settings);
+  });
 }
 
 }  // namespace hep

@@ -44,13 +44,14 @@ CloneShape clone_shape_of(const WorldSpec& s) {
 
 SpareShape spare_shape_of(const WorldSpec& s) {
   SpareShape shape;
-  if (s.num_nodes > 1) return shape;
   shape.spare_slots = s.spare_slots;
   shape.num_owners = s.owners_per_rank();
   shape.element_bytes = DType(s.dtype) == DType::kFp32 ? 4 : 2;
   shape.num_matrices = 1 + uint32_t(mix(s.data_seed, 31) % 3);
   static constexpr uint64_t kElements[] = {8, 16, 40, 264};
   for (uint32_t m = 0; m < shape.num_matrices; ++m) shape.elements[m] = kElements[mix(s.data_seed, 32, m) % 4];
+  static constexpr uint32_t kChunks[] = {48, 64, 512};
+  shape.rail_chunk_bytes = s.clones_within_node && mix(s.data_seed, 33) % 2 ? 0 : kChunks[mix(s.data_seed, 34) % 3];
   return shape;
 }
 

@@ -28,6 +28,6 @@ struct CloneOracle {
 };
 
 CloneShape clone_shape_of(const WorldSpec& spec);
-SpareShape spare_shape_of(const WorldSpec& spec);  // without slots where ranks do not all map each other's memory
+SpareShape spare_shape_of(const WorldSpec& spec);
 
 }  // namespace hep::sim

@@ -194,16 +194,25 @@ void CloneProgram::collect(uint32_t plan, uint32_t round, const ProgramPoint& at
   std::memset(memory.get(), 0x7f, engine_.spare_bytes(true));
   for (size_t i = 0; i < sums.size(); ++i)
     for (uint64_t e = 0; e < sums[i].size(); ++e) {
-      std::optional<float> clones;
-      for (size_t slot = 0; slot < oracles_[plan].slot_expert.size(); ++slot) {
-        if (oracles_[plan].slot_expert[slot] != experts[i / shape.num_matrices]) continue;
-        const float one = gradient_of(salt, slot, uint32_t(i % shape.num_matrices), e);
-        clones = clones ? *clones + one : one;
-      }
-      const float wanted = kSumBefore + clones.value_or(0);
+      float wanted = kSumBefore;
+      for (uint32_t behind = 0; behind < s_.num_nodes; ++behind)
+        wanted += clones_of(plan, salt, experts[i / shape.num_matrices], behind, uint32_t(i % shape.num_matrices), e);
       at.expect(std::bit_cast<uint32_t>(sums[i][e]) == std::bit_cast<uint32_t>(wanted), "element ", e,
                 " of the gradient of expert ", experts[i / shape.num_matrices], " is ", sums[i][e], ", not ", wanted);
     }
+}
+
+// The sum of an element of an expert's clones on the node so far behind this rank's; 0: there is none.
+float CloneProgram::clones_of(uint32_t plan, uint64_t salt, int expert, uint32_t behind, uint32_t m, uint64_t e) const {
+  const uint32_t slots = s_.num_local_ranks * s_.spare_slots,
+                 node = (uint32_t(rank_) / s_.num_local_ranks + behind) % s_.num_nodes;
+  std::optional<float> clones;
+  for (uint32_t slot = node * slots; slot < (node + 1) * slots; ++slot) {
+    if (oracles_[plan].slot_expert[slot] != expert) continue;
+    const float one = gradient_of(salt, slot, m, e);
+    clones = clones ? *clones + one : one;
+  }
+  return clones.value_or(0);
 }
 
 }  // namespace hep::sim

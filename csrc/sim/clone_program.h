@@ -27,7 +27,7 @@ class CloneProgram {
   // The same routing again by the plan that is there, as recomputation asks for it; no other rank takes part.
   void replay(uint32_t plan, const RoutingInput& in, const ProgramPoint& at);
 
-  // Of one node. Collective, in the same order on all ranks: weights of a round, which differ from those of all others,
+  // Collective, in the same order on all ranks: weights of a round, which differ from those of all others,
   // to the clones of the plan; a look at them; gradients home.
   bool pushes() const { return engine_.spares().spare_slots > 0; }
   void push(uint32_t plan, uint32_t round);
@@ -44,6 +44,7 @@ class CloneProgram {
   void clear(SlotRouting& routing, const RoutingInput& in) const;
   void compare(uint32_t plan, const RoutingInput& in, const SlotRouting& found, const ProgramPoint& at) const;
   std::vector<int> owned(uint32_t plan) const;
+  float clones_of(uint32_t plan, uint64_t salt, int expert, uint32_t behind, uint32_t m, uint64_t e) const;
   SpareCall spare_call(uint32_t plan, const std::vector<uint64_t>& experts, uint64_t salt) const;
   int blocks(uint64_t salt) const;
 

@@ -263,7 +263,7 @@ WorldSpec random_world(uint64_t seed, int strategy) {
     s.spare_slots = 1 + uint32_t(clones.below(2));
     s.experts_per_rank += s.spare_slots;
     s.clones_within_node = clones.one_in(3);
-    if (clones.one_in(2)) {  // weights travel in worlds of one node alone
+    if (clones.one_in(2)) {  // within a node more ranks pass on
       s.num_local_ranks *= s.num_nodes;
       s.num_nodes = 1;
     }

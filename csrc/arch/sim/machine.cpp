@@ -61,6 +61,7 @@ void Machine::add_segment(int r, unsigned char* data, const BufferLayout& layout
   add("clone_counts", layout.clone_counts_at, 2 * layout.num_ranks * layout.clone_counts.vector_bytes(), Use::kCounts);
   add("spare_weights", layout.spare_weights, layout.spare_gradients - layout.spare_weights, Use::kCounts);
   add("spare_gradients", layout.spare_gradients, layout.gradient_bytes, Use::kCounts);
+  add("spare_channel_rings", layout.channel_rings, layout.channels.ring_bytes(), Use::kCounts);
   add("latency_rail_send", layout.latency_send, layout.latency_rail.bytes(), Use::kRail);
   add("latency_rail_receive", layout.latency_recv, layout.latency_rail.bytes(), Use::kRail);
   add("rail_send_ring", layout.rail_send, ring, Use::kSendRing);

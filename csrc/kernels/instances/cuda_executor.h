@@ -138,11 +138,11 @@ class CudaExecutor final : public Executor {
     load(latency_combine_entry<Net>);
     load(latency_dispatch_nodes_entry<Net>);
     load(latency_combine_nodes_entry<Net>);
-    if constexpr (kHasSpareSlots<Net>) {
-      load(push_weights_entry<Net>);
-      load(await_weights_entry<Net>);
-      load(collect_gradients_entry<Net>);
-    }
+    load(push_weights_entry<Net>);
+    load(await_weights_entry<Net>);
+    load(collect_gradients_entry<Net>);
+    load(push_rails_entry<Net>);
+    load(collect_rails_entry<Net>);
   }
 
   // One upload for the life of the buffer. With the deadline's: a launch then needs none, and can be captured.
@@ -257,34 +257,36 @@ class CudaExecutor final : public Executor {
   }
   void require_shared_memory(const SpareParams& params) const override {
     SpareParams p = params;
-    if (const uint64_t shared = plan_push<CudaArch>(p); shared > uint64_t(budget_))
-      throw std::invalid_argument("spare_slots: " + std::to_string(p.spare_slots) + " on each of " +
-                                  std::to_string(p.world.num_ranks()) + " ranks need " + std::to_string(shared) +
-                                  " bytes of shared memory and a block has " + std::to_string(budget_) + "; use fewer");
+    require_slots(p, p.world.num_ranks(), plan_push<CudaArch>(p));
+  }
+  void require_shared_memory(const SpareRailParams& params) const override {
+    SpareRailParams p = params;
+    require_slots(p.node, p.world.num_ranks(), plan_push_rails<CudaArch>(p));
   }
   void push_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
     const uint64_t shared = plan_push<CudaArch>(p);
-    if constexpr (kHasSpareSlots<Net>)
-      launch<SpareParams>(push_weights_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
-    else
-      no_spares();
+    launch<SpareParams>(push_weights_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
   }
   void await_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
-    if constexpr (kHasSpareSlots<Net>)
-      launch<SpareParams>(await_weights_entry<Net>, p, s, 1, kThreads<kSpareWarps<CudaArch>>,
-                          SpareTable<CudaArch>::bytes(p));
-    else
-      no_spares();
+    const uint64_t shared = SpareTable<CudaArch>::bytes(p);
+    launch<SpareParams>(await_weights_entry<Net>, p, s, 1, kThreads<kSpareWarps<CudaArch>>, shared);
   }
   void collect_gradients(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
     const uint64_t shared = SpareTable<CudaArch>::bytes(p);
-    if constexpr (kHasSpareSlots<Net>)
-      launch<SpareParams>(collect_gradients_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
-    else
-      no_spares();
+    launch<SpareParams>(collect_gradients_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
+  }
+  void push_rails(const SpareRailParams& params, const LaunchSettings& s) override {
+    SpareRailParams p = params;
+    const uint64_t shared = plan_push_rails<CudaArch>(p);
+    launch<SpareRailParams>(push_rails_entry<Net>, p, s, s.num_blocks, kThreads<kRailWarps<CudaArch>>, shared);
+  }
+  void collect_rails(const SpareRailParams& params, const LaunchSettings& s) override {
+    SpareRailParams p = params;
+    const uint64_t shared = rail_smem<CudaArch>(p).bytes;
+    launch<SpareRailParams>(collect_rails_entry<Net>, p, s, s.num_blocks, kThreads<kRailWarps<CudaArch>>, shared);
   }
 
  private:
@@ -303,6 +305,12 @@ class CudaExecutor final : public Executor {
       return Net(segments, world);
     else
       return Net(segments);
+  }
+  void require_slots(const SpareParams& p, int ranks, uint64_t shared) const {
+    if (shared > uint64_t(budget_))
+      throw std::invalid_argument("spare_slots: " + std::to_string(p.spare_slots) + " on each of " +
+                                  std::to_string(ranks) + " ranks need " + std::to_string(shared) +
+                                  " bytes of shared memory and a block has " + std::to_string(budget_) + "; use fewer");
   }
   void require_budget(uint64_t shared) const {
     if (shared > uint64_t(budget_))

@@ -7,7 +7,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
 #include "kernels/latency_combine.h"
-#include "kernels/spares.h"
+#include "kernels/spare_rails.h"
 #include "transport/none.h"
 
 namespace hep {
@@ -82,10 +82,7 @@ __global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
   latency_combine_kernel(a, net, p, dynamic_shared());
 }
 
-// Of spare slots, in memory that all ranks map: a library for rails over a NIC has no such kernels.
-template <class Net>
-inline constexpr bool kHasSpareSlots = !kRailIsNic<Net>;
-
+// Of spare slots: within a node, in memory that its ranks map.
 template <class Net>
 __global__ void __launch_bounds__(kThreads<kSpareWarps<CudaArch>>, 1)
     push_weights_entry(const __grid_constant__ SpareParams p, Net, CudaControl* control) {
@@ -105,6 +102,21 @@ __global__ void __launch_bounds__(kThreads<kSpareWarps<CudaArch>>, 1)
     collect_gradients_entry(const __grid_constant__ SpareParams p, Net, CudaControl* control) {
   CudaArch a(control);
   collect_gradients_kernel(a, p, dynamic_shared());
+}
+
+// And between nodes.
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kRailWarps<CudaArch>>, 1)
+    push_rails_entry(const __grid_constant__ SpareRailParams p, Net net, CudaControl* control) {
+  CudaArch a(control);
+  push_rails_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
+}
+
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kRailWarps<CudaArch>>, 1)
+    collect_rails_entry(const __grid_constant__ SpareRailParams p, Net net, CudaControl* control) {
+  CudaArch a(control);
+  collect_rails_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
 }
 
 }  // namespace hep

@@ -10,7 +10,7 @@
 #include "kernels/exchange.h"
 #include "kernels/instances/executor.h"
 #include "kernels/latency_combine.h"
-#include "kernels/spares.h"
+#include "kernels/spare_rails.h"
 
 namespace hep {
 
@@ -71,6 +71,16 @@ class HostExecutor final : public Executor {
   void collect_gradients(const SpareParams& p, const LaunchSettings& s) override {
     launch(s, s.num_blocks, kSpareWarps<A>, SpareTable<A>::bytes(p),
            [&](A& a, std::byte* smem) { collect_gradients_kernel(a, p, smem); });
+  }
+  void push_rails(const SpareRailParams& params, const LaunchSettings& s) override {
+    SpareRailParams p = params;
+    const uint64_t smem_bytes = plan_push_rails<A>(p);
+    launch(s, s.num_blocks, kRailWarps<A>, smem_bytes,
+           [&](A& a, std::byte* smem) { push_rails_kernel<A, Net>(a, net_, p, smem); });
+  }
+  void collect_rails(const SpareRailParams& p, const LaunchSettings& s) override {
+    launch(s, s.num_blocks, kRailWarps<A>, rail_smem<A>(p).bytes,
+           [&](A& a, std::byte* smem) { collect_rails_kernel<A, Net>(a, net_, p, smem); });
   }
 
  private:

@@ -9,7 +9,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
 #include "kernels/latency_combine.h"
-#include "kernels/spares.h"
+#include "kernels/spare_rails.h"
 #include "layout/count_notification.h"
 #include "transport/sim/sim_transport.h"
 
@@ -94,8 +94,9 @@ void SimExecutor::balance(const BalanceParams& params, const LaunchSettings& s) 
 
 // The plan, where experts live, and each expert's matrices, of so many bytes an element.
 void SimExecutor::add_spares(const SpareParams& p, uint64_t element_bytes, Use use) {
-  add("slot_expert", p.slot_expert, 4 * uint64_t(p.num_slots()), Use::kInput, false);
-  add("columns", p.columns, 8 * uint64_t(p.world.num_ranks()) * p.num_owners, Use::kInput, false);
+  const uint64_t ranks = uint64_t(m_.config().num_nodes) * uint64_t(p.world.num_ranks());
+  add("slot_expert", p.slot_expert, 4 * ranks * p.spare_slots, Use::kInput, false);
+  add("columns", p.columns, 8 * ranks * p.num_owners, Use::kInput, false);
   if (!p.experts) return;
   const uint64_t matrices = uint64_t(p.num_owners) * p.num_matrices;
   add("experts", p.experts, 8 * matrices, Use::kInput, false);
@@ -131,6 +132,26 @@ void SimExecutor::collect_gradients(const SpareParams& p, const LaunchSettings& 
   add_spares(p, 4, Use::kMetadata);
   launch("collect_gradients", s.num_blocks, kSpareWarps<SimArch>, SpareTable<SimArch>::bytes(p), {},
          [&](SimArch& a, SimTransport&, std::byte* smem) { collect_gradients_kernel(a, p, smem); });
+  m_.memory().drop_rank(rank_);
+}
+
+void SimExecutor::push_rails(const SpareRailParams& params, const LaunchSettings& s) {
+  SpareRailParams p = params;
+  const uint64_t smem_bytes = plan_push_rails<SimArch>(p);
+  add_spares(p.node, p.node.matrices[0].bytes / p.node.matrices[0].elements, Use::kInput);
+  launch("push_rails", s.num_blocks, kRailWarps<SimArch>, smem_bytes, {},
+         [&](SimArch& a, SimTransport& net, std::byte* smem) {
+           push_rails_kernel<SimArch, SimTransport>(a, net, p, smem);
+         });
+  m_.memory().drop_rank(rank_);
+}
+
+void SimExecutor::collect_rails(const SpareRailParams& p, const LaunchSettings& s) {
+  add_spares(p.node, 4, Use::kMetadata);
+  launch("collect_rails", s.num_blocks, kRailWarps<SimArch>, rail_smem<SimArch>(p).bytes, {},
+         [&](SimArch& a, SimTransport& net, std::byte* smem) {
+           collect_rails_kernel<SimArch, SimTransport>(a, net, p, smem);
+         });
   m_.memory().drop_rank(rank_);
 }
 

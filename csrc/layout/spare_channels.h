@@ -1,0 +1,53 @@
+// Registered memory of the channels that take weights of clones to other nodes, and their gradients back.
+//
+// A channel goes from an expert's owner to another node by way of one rail: the owner, the rank of its node that has
+// that rail, and the rank of the other node that has it. Weights go that way, gradients against it. Either way it is a
+// sequence of chunks, each of which has a slot in a ring at both ends of the rail, and kSlots of them may be on their
+// way. A rank has as many channels of each kind as there are pairs of another node and a local rank, and a ring and
+// flags for each, whatever it is in the channel.
+#pragma once
+#include <cstdint>
+
+#include "common/macros.h"
+#include "layout/spare_shape.h"
+
+namespace hep {
+
+struct SpareChannels {
+  static constexpr uint32_t kSlots = 4;  // chunks of a channel that are on their way
+  // Flags of a channel and direction: chunks that came along the rail, by slot; chunks that came within the node;
+  // chunks that the rail's other end is done with, and those that the other end within the node is.
+  enum Flag : uint32_t { kRailFull = 0, kNodeFull = kSlots, kRailFree, kNodeFree, kFlags };
+  enum Direction : uint32_t { kWeights, kGradients };
+  // Rings of a direction: in front of the rail, where the bytes are put from, and behind it.
+  enum Ring : uint32_t { kBefore, kBehind };
+
+  uint32_t num_nodes = 1, num_local_ranks = 1, spare_slots = 0, chunk_bytes = 0;
+
+  static SpareChannels make(const SpareShape& s, uint32_t nodes, uint32_t local_ranks) {
+    return {nodes, local_ranks, nodes > 1 && s.rail_chunk_bytes ? s.spare_slots : 0, s.rail_chunk_bytes};
+  }
+  HEP_HOST_DEVICE uint32_t number() const { return spare_slots ? (num_nodes - 1) * num_local_ranks : 0; }
+  // Of a rank on node `own`: that with node `other` and local rank `local`.
+  HEP_HOST_DEVICE uint32_t channel(int own, int other, int local) const {
+    return uint32_t(other < own ? other : other - 1) * num_local_ranks + uint32_t(local);
+  }
+  HEP_HOST_DEVICE uint32_t flag(Direction d, uint32_t channel, uint32_t flag) const {
+    return (uint32_t(d) * number() + channel) * kFlags + flag;
+  }
+  // Of a slot of this rank, by the local rank that stores its stripe: stored. And of local ranks: gradients read.
+  HEP_HOST_DEVICE uint32_t stored(uint32_t slot, int local) const {
+    return 2 * number() * kFlags + slot * num_local_ranks + uint32_t(local);
+  }
+  HEP_HOST_DEVICE uint32_t read(int local) const { return stored(spare_slots, local); }
+  HEP_HOST_DEVICE uint64_t flags() const { return number() ? read(int(num_local_ranks)) : 0; }
+  // Counts of chunks that a rank keeps: of each direction, by its place in the channel.
+  HEP_HOST_DEVICE uint32_t counters() const { return 2 * 3 * number(); }
+  // Where slot q of a channel's ring begins.
+  HEP_HOST_DEVICE uint64_t slot(Direction d, Ring ring, uint32_t channel, uint64_t q) const {
+    return (uint64_t(2 * uint32_t(d) + ring) * number() + channel) * kSlots * chunk_bytes + q % kSlots * chunk_bytes;
+  }
+  HEP_HOST_DEVICE uint64_t ring_bytes() const { return 4 * uint64_t(number()) * kSlots * chunk_bytes; }
+};
+
+}  // namespace hep

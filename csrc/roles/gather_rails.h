@@ -1,0 +1,118 @@
+// The first end of the channels of gradients, on the clones' node: this rank's stripe of the sum of an expert's copies
+// on the node, in the order of their slots, chunk by chunk into a ring and along the rail. By all lanes of a warp.
+#pragma once
+#include "pipeline/node_gate.h"
+#include "roles/rail_channels.h"
+#include "roles/vector_sum.h"
+#include "transport/concept.h"
+
+namespace hep {
+
+template <Arch A, Transport<A> Net>
+class GatherRailsRole {
+ public:
+  using C = SpareChannels;
+
+  HEP_DEVICE GatherRailsRole(A& arch, Net& rail, const SpareRailParams& params, const RailTable<A>& table,
+                             const RailChannels<A>& channels)
+      : a(arch),
+        net(rail),
+        p(params),
+        table_(table),
+        channels_(channels),
+        stripe_(params, params.world.local_rank(), C::kGradients),
+        epoch_(params.node.progress->collected),
+        elected_(arch.elect_one()) {}
+
+  HEP_DEVICE void run() {
+    if (elected_) channels_.begin_here(table_, stripe_);
+    if (!a.warp_whole()) return;
+    bool left = false;  // a lane, in a wait
+    channels_.serve([&](const ChannelCursor& at) { return left || at.done == at.total; },
+                    [&](uint32_t c, const ChannelCursor& at, WaitInfo& waiting) {
+                      const bool moved = step(c, at, waiting);
+                      left = !a.warp_whole();
+                      return moved;
+                    });
+    if (left || !elected_) return;
+    channels_.end(C::kGradients, ChannelEnd::kFirst);
+    if (!last_of(a.add_acq_rel_sys(p.through, 1), p.through, channels_.workers())) return;
+    const auto flag = [this](int l) { return p.flag(l, p.channels.read(p.world.local_rank())); };
+    a.st_release_sys_each(p.world.num_local_ranks, flag, epoch_);
+  }
+
+ private:
+  static constexpr int kVectors = A::kLanes < 32 ? 1 : 4;  // that a lane reads together
+
+  HEP_DEVICE bool step(uint32_t c, const ChannelCursor& at, WaitInfo& waiting) {
+    const ChannelPeer peer = ChannelPeer::of(p, c);
+    const uint64_t q = *p.count(C::kGradients, ChannelEnd::kFirst, c) + at.done;
+    if (!a.warp_any(elected_ && has_room(c, q))) {
+      waiting = {Site::kRailSlotFree, p.world.rail_peer(peer.node), int64_t(q)};
+      return false;
+    }
+    const bool begins = at.done % stripe_.chunks() == 0;
+    if (begins && elected_) await_copies(at.slot);
+    if (!a.warp_whole()) return true;
+    unsigned char* const to = p.ring(p.world.local_rank(), C::kGradients, C::kBefore, c, q);
+    const SpareStripe::Chunk chunk = stripe_.chunk(at.done % stripe_.chunks());
+    fold(chunk, at.slot, reinterpret_cast<Vec16*>(to));
+    a.warp_sync();  // what all lanes have stored, one sends
+    if (elected_) send(c, peer, q, at, to, chunk.bytes());
+    return true;
+  }
+  HEP_DEVICE bool has_room(uint32_t c, uint64_t q) {
+    if (q < C::kSlots || injected(Bug::kChunkFedUnasked)) return true;
+    return net.test_signal(a, p.own_flag(p.channels.flag(C::kGradients, c, C::kRailFree)), q + 1 - C::kSlots);
+  }
+  HEP_DEVICE void send(uint32_t c, const ChannelPeer& peer, uint64_t q, ChannelCursor at, const unsigned char* from,
+                       uint32_t bytes) {
+    const uint32_t there = p.channel_there(peer.node, peer.local);
+    net.put_signal(a, peer.node, p.ring_there(C::kGradients, there, q), from, bytes,
+                   p.flag_there(p.channels.flag(C::kGradients, there, C::kRailFull + uint32_t(q % C::kSlots))), q + 1);
+    if (++at.done % stripe_.chunks() == 0)
+      at.slot = table_.lead(p.world.rank_of(peer.node, peer.local), p.world.node(), at.slot + 1);
+    channels_.set(c, at);
+  }
+  HEP_DEVICE void await_copies(int lead) {
+    if (injected(Bug::kCloneGradientsUnawaited)) return;
+    const auto holder = [&](int i) { return p.local_of_slot(table_.copy(lead, i)); };
+    a.wait_ge_sys_each(
+        table_.copies(lead), [&](int i) { return p.node.flag(p.world.local_rank(), p.node.ready, holder(i)); }, epoch_,
+        [&](int i) {
+          return WaitInfo{Site::kCloneGradients, p.world.rank_of(p.world.node(), holder(i)), table_.copy(lead, i)};
+        });
+  }
+  // The sum of the copies from slot `first` on.
+  HEP_DEVICE void fold(const SpareStripe::Chunk& chunk, int first, Vec16* to) {
+    for (uint32_t i = chunk.begin + uint32_t(a.lane()); i < chunk.end; i += A::kLanes * kVectors) {
+      Vec16 total[kVectors]{};
+      for (int j = first; j >= 0; j = injected(Bug::kOneCopyOfANode) ? -1 : table_[j].next) {
+        const auto* const from =
+            reinterpret_cast<const Vec16*>(p.node.gradients_of(j - p.world.node() * p.slots_of_node(), chunk.matrix));
+        HEP_UNROLL
+        for (int w = 0; w < kVectors; ++w) {
+          const uint32_t at = i + uint32_t(w) * A::kLanes;
+          if (at >= chunk.end) continue;
+          const Vec16 v = a.ld_global(from + at);
+          total[w] = j == first ? v : sum_of(total[w], v);
+        }
+      }
+      HEP_UNROLL
+      for (int w = 0; w < kVectors; ++w)
+        if (const uint32_t at = i + uint32_t(w) * A::kLanes; at < chunk.end)
+          a.st_global(to + (at - chunk.begin), total[w]);
+    }
+  }
+
+  A& a;
+  Net& net;
+  const SpareRailParams& p;
+  const RailTable<A>& table_;
+  const RailChannels<A>& channels_;
+  const SpareStripe stripe_;
+  const uint64_t epoch_;
+  const bool elected_;
+};
+
+}  // namespace hep
