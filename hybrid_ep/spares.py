@@ -19,15 +19,15 @@ no host reads the plan, and nothing is allocated::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybrid_ep import memory
-from hybrid_ep.errors import BufferFailedError, DeadlineError
+from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.runtime import clones, options, spares, validation
-from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, all_well
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from hybrid_ep.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from hybrid_ep.runtime.clones import ClonePlan, ExpertOwners
     from hybrid_ep.runtime.signatures import GroupLike
-    from hybrid_ep.runtime.topology import Topology
 
 __all__ = ["SpareSlots"]
 
@@ -48,10 +47,10 @@ class SpareSlots:
     """Registered spare slots of one rank, for all layers whose experts are alike. Collective: every rank constructs it
     and calls push, wait and collect in the same order.
 
-    * `group`: ranks that all map each other's memory (a host, an NVLink domain); or several such nodes, as
-      HybridEPBuffer finds them or num_of_hybrid_ep_ranks_per_nvlink_domain says. Then ranks of a node have slots among
-      themselves, and plans, which are of the whole group, have clones on ranks of their owners' nodes alone
-      (MicrobatchOptions(num_nodes=..., within_node=True)).
+    * `group`: of one node, or of several, as HybridEPBuffer finds them or num_of_hybrid_ep_ranks_per_nvlink_domain
+      says. Between nodes weights and gradients go along the rails, by the transport of the executor.
+    * `clones_within_node`: of several nodes, plans have clones on their owners' nodes alone
+      (MicrobatchOptions(num_nodes=..., within_node=True)). Then there are no rings for what goes along rails.
     * `spare_slots`, `num_owners`: slots for clones, and experts that live here, of every rank.
     * `shapes`, `dtype`: of the matrices of one expert (bf16, fp16 or fp32; each a multiple of 16 bytes).
     * `timeout_s`, `executor`: as for HybridEPBuffer. `num_blocks`: of a launch (default: on GPUs with ranks of
@@ -72,6 +71,7 @@ class SpareSlots:
         num_owners: int,
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
+        clones_within_node: bool = False,
         num_blocks: int | None = None,
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         timeout_s: float | None = None,
@@ -80,7 +80,7 @@ class SpareSlots:
         self._session: Session | None = None
         view = GroupView.of(group)
         try:
-            self._layout = spares.layout(spare_slots, num_owners, shapes, dtype)
+            self._layout = spares.layout(spare_slots, num_owners, shapes, dtype, clones_within_node)
             o = options.parse(
                 hidden_dim=8,
                 max_num_of_tokens_per_rank=0,
@@ -106,17 +106,13 @@ class SpareSlots:
                 Rendezvous(view, 0.0).refuse(options.TOPIC, error)
             raise
         meet = Rendezvous(view, o.timeout_s)
-        whole = o.agree(meet)
+        topology = o.agree(meet)
         alone = o.device.type == "cuda" and not view.virtual
-        self._num_ranks, self._node = whole.num_ranks, None
         most = torch.cuda.get_device_properties(o.device).multi_processor_count if alone else 1
         self._num_blocks = num_blocks or min(PUSH_BLOCKS, most)
         self._collect_blocks = num_blocks or min(COLLECT_BLOCKS, most)
-        if whole.num_nodes == 1:
-            self._session = self._set_up(meet, whole, o)
-        else:
-            self._node = spares.Node(whole, self._layout)
-            self._session = self._set_up_node(meet, whole, o)
+        self._session = Session(meet, topology, o)
+        self._session.engine.require_blocks("num_blocks", self._num_blocks)
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(o.device) if alone else None
         self._pushed: tuple[torch.Tensor, ...] | None = None  # of the push under way, what its kernel reads
@@ -127,28 +123,6 @@ class SpareSlots:
         if o.device.type == "cuda":
             torch.cuda.current_stream(o.device).synchronize()  # zeros, before another rank's weights
         meet.exchange("spare slots are zeros", None)
-
-    def _set_up(self, meet: Rendezvous, topology: Topology, o: options.Options) -> Session:
-        session = Session(meet, topology, o)
-        session.engine.require_blocks("num_blocks", self._num_blocks)
-        return session
-
-    def _set_up_node(self, meet: Rendezvous, whole: Topology, o: options.Options) -> Session:
-        """Of this node's ranks, once all nodes have theirs: every rank of the group returns, or every rank raises."""
-        session, error = None, None
-        try:
-            among = meet.among(whole.node * whole.num_local_ranks, whole.num_local_ranks)
-            session = self._set_up(among, o.agree(among), o)
-        except Exception as e:  # said to the other nodes
-            error = e
-        try:
-            all_well(meet, "nodes", error, self._layout.num_bytes)
-        except Exception:
-            if session is not None:
-                session.close("these slots were not set up on all nodes; make new ones")
-            raise
-        assert session is not None  # or all_well had raised
-        return session
 
     def push(
         self,
@@ -163,10 +137,10 @@ class SpareSlots:
         `hybrid_ep.balance.owners.Owners`, where experts live (default: in their order). On a host it returns when what
         this rank sends has arrived; on a GPU nobody waits.
 
-        A clone on another node than its owner's: on a host a ValueError on all ranks, and the slots stay usable. On a
-        GPU, where nobody reads the plan, such a slot is as if it were empty, here, in wait and in collect: it keeps
-        what it holds, and its gradients go nowhere. Raises ValueError, DeadlineError."""
-        with self._entered() as session:
+        With clones_within_node, a clone on another node than its owner's: on a host a ValueError on all ranks, and the
+        slots stay usable. On a GPU, where nobody reads the plan, such a slot is as if it were empty, here, in wait and
+        in collect: it keeps what it holds, and its gradients go nowhere. Raises ValueError, DeadlineError."""
+        with self._open() as session:
             if self._pushed is not None:
                 raise ValueError("push: the push before this one was not waited for; call wait() first")
             slot_expert, columns = self._plan(session, plan, owners)
@@ -180,7 +154,7 @@ class SpareSlots:
         """Until the slots of this rank hold the weights of the last push; on a GPU the stream waits, not the host.
         Raises ValueError where nothing was pushed, DeadlineError, which names the owner, or a rank that was to pass its
         weights on."""
-        with self._entered() as session:
+        with self._open() as session:
             if self._pushed is None:
                 raise ValueError("wait: no push is under way; call push(plan, weights) first")
             (slot_expert, columns, *_), self._pushed = self._pushed, None
@@ -194,7 +168,8 @@ class SpareSlots:
         self, plan: ClonePlan | torch.Tensor, sums: Sequence[Sequence[torch.Tensor]], owners: ExpertOwners | None = None
     ) -> None:
         """Adds the gradients of clones, which lie in `gradients` of the ranks that hold them, to their owners' sums:
-        in fp32, those of an expert summed in the order of the plan, (rank, slot) ascending. Collective.
+        in fp32, those of a node summed in the order of the plan, (rank, slot) ascending: first those of the owner's
+        node, then those of the nodes behind it. Collective.
 
         sums fp32 [owners][matrices], contiguous. plan, owners: of the push. `gradients` are used up: ranks form sums of
         several clones in them. Behind it they may be written again. Raises ValueError, DeadlineError."""
@@ -207,7 +182,7 @@ class SpareSlots:
         """Starts what collect() does; on a GPU of its own it runs beside what the caller's stream has next, until
         wait_collect(). Till then `gradients` and `sums` are the kernels'. Collective. Raises ValueError, DeadlineError.
         """
-        with self._entered() as session:
+        with self._open() as session:
             if self._collecting is not None:
                 raise ValueError(
                     "start_collect: the collection before this one was not waited for; call wait_collect()"
@@ -254,21 +229,11 @@ class SpareSlots:
     def _plan(self, session: Session, plan: Any, owners: ExpertOwners | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As the engine takes it: slots' experts, and the columns of experts' owners."""
         slots = self._layout
-        slot_expert = spares.slot_expert(plan, slots, self._num_ranks, session.options.device)
-        if self._node is not None:  # whose owner slots are in their order
-            slot_expert, owners = self._node.slot_expert(session, slot_expert, owners), None
-        return slot_expert, clones.columns(session, owners, slots.num_owners, slots.spare_slots).on_device
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[Session]:
-        """The session, guarded; its errors name ranks as the group does."""
-        with self._open() as session:
-            try:
-                yield session
-            except DeadlineError as error:
-                if self._node is None:
-                    raise
-                raise self._node.renumbered(error) from error
+        slot_expert = spares.slot_expert(plan, slots, session.topology.num_ranks, session.options.device)
+        columns = clones.columns(session, owners, slots.num_owners, slots.spare_slots)
+        if slots.within_node:
+            spares.require_within(slot_expert, columns.on_device, slots, session.topology.num_local_ranks)
+        return slot_expert, columns.on_device
 
     def _open(self) -> Session:
         if self._session is None or self._session.why_closed:

@@ -2,8 +2,8 @@
 
 No host reads whose weights go where. Slots and gradient buffers are registered once, for all layers whose experts are
 alike. Gradients are summed in fp32, in the order of the plan, and added to main_grad, as `balance_push` does, so that
-both give the same bits. For clones on their owner's node, whose ranks map each other's memory; where they may lie on
-any node of several, torch pushes, which is said.
+on one node both give the same bits. Over several nodes an owner adds each node's sum by itself, where torch's way adds
+the sum of them all. Where the kernels cannot push, torch does, which is said.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import env
-from hybrid_ep.runtime import nvshmem
 from hybrid_ep.runtime.spares import why_not
 from megatron_patches import graphs
 from megatron_patches.balance_arriving import Homeward, Pushed, SlotUse, fp32_main_grad
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
     from hybrid_ep.spares import SpareSlots
     from megatron_patches.balance import ExactManager
 
-# (group, spare slots, experts of a rank, shapes, dtype, what its layers ask of exchanges) -> slots for all layers, and
-# who has them
+# (group, spare slots, experts of a rank, shapes, dtype, what its layers ask of exchanges, whether clones stay on their
+# owners' nodes) -> slots for all layers, and who has them
 _slots: dict[tuple[Any, ...], tuple[SpareSlots, SlotUse]] = {}
 _said: set[tuple[dist.ProcessGroup, str]] = set()  # choices that were printed
 
@@ -60,15 +58,6 @@ def clone_experts(manager: ExactManager) -> CloneExperts:
 
 def _why_torch(manager: ExactManager) -> str | None:
     """Why the kernels cannot push these experts, the same on all ranks; None: they can."""
-    asked = manager.planner.options
-    if asked.num_nodes > 1 and not asked.within_node:
-        return (
-            f"clones may lie on any of the group's {asked.num_nodes} nodes (--hybrid-ep-balance-clones anywhere, or "
-            "auto with static rows), and kernels store into memory that the ranks of a node map; with "
-            "--hybrid-ep-balance-clones node they can"
-        )
-    if env.get("HYBRID_EP_EXECUTOR") == nvshmem.EXECUTOR:
-        return f"HYBRID_EP_EXECUTOR={nvshmem.EXECUTOR} has no such kernels"
     dtypes = {owner.dtype for owner in manager.weights.owners}
     if len(dtypes) > 1:
         return f"an expert's matrices have several types, {sorted(map(str, dtypes))}"
@@ -109,7 +98,8 @@ class KernelCloneExperts(CloneExperts):
 
         wanted, weights = self.manager.settings.exchange, self.weights
         shapes, dtype = tuple(tuple(shape) for shape in weights.shapes), weights.owners[0].dtype
-        key = self.group, self.num_slots, weights.num_owners, shapes, dtype, wanted
+        stay = self.manager.planner.options.within_node
+        key = self.group, self.num_slots, weights.num_owners, shapes, dtype, wanted, stay
         if key not in _slots:
             made = SpareSlots(
                 self.group,
@@ -117,6 +107,7 @@ class KernelCloneExperts(CloneExperts):
                 num_owners=weights.num_owners,
                 shapes=shapes,
                 dtype=dtype,
+                clones_within_node=stay,
                 num_of_hybrid_ep_ranks_per_nvlink_domain=wanted.ranks_per_node,
                 timeout_s=wanted.timeout_s,
             )

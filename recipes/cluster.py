@@ -248,14 +248,6 @@ class ClusterRun:
             self.static_rows,
             "only exact balancing makes rows of every rank alike; use balance=exact or both, or static_rows=none",
         )
-        _require(
-            not self.clones or self.balance_push != "kernels" or self._clones_stay,
-            "balance_push",
-            self.balance_push,
-            f"kernels push where ranks map each other's memory, here in domains of {self.domain} of the {self.expert} "
-            f"ranks, and balance_clones={self.balance_clones!r} has clones in others; use auto or torch, or "
-            "balance_clones=node",
-        )
 
     def _check_recompute(self) -> None:
         model = self.architecture
@@ -321,9 +313,7 @@ class ClusterRun:
     @property
     def pushed_by(self) -> str:
         """kernels or torch: what brings weights to clones, as megatron_patches.balance_kernels chooses it."""
-        if self.balance_push != "auto":
-            return self.balance_push
-        return "kernels" if self._clones_stay else "torch"
+        return "torch" if self.balance_push == "torch" else "kernels"
 
     @property
     def balance_settings(self) -> Balance:
@@ -332,7 +322,7 @@ class ClusterRun:
         return Balance(mode=self.balance, spare_slots=self.clones or 1, reach=self.balance_clones, static_rows=rows)
 
     @property
-    def _clones_stay(self) -> bool:
+    def clones_stay(self) -> bool:
         """Whether every clone lies in the NVLink domain of its owner."""
         domains = self.expert // self.domain
         return domains == 1 or self.balance_settings.within_node(domains)

@@ -158,14 +158,14 @@ def spare_bytes(run: ClusterRun) -> int:
     from hybrid_ep.runtime.options import first_recv_rows
     from hybrid_ep.runtime.validation import least_row_bytes
 
-    model, ranks = run.architecture, run.domain  # each node has slots among its own ranks
+    model, ranks = run.architecture, run.expert
     shapes = [(2 * model.moe_ffn_hidden_size, model.hidden_size), (model.hidden_size, model.moe_ffn_hidden_size)]
-    slots = spares.layout(run.clones, model.num_experts // run.expert, shapes, torch.bfloat16)
+    slots = spares.layout(run.clones, model.num_experts // ranks, shapes, torch.bfloat16, run.clones_stay)
     # A session that dispatches nothing has room for one row of eight values.
     topk, row_bytes = min(8, ranks), least_row_bytes(8)
     shape = _core.BufferShape(
-        num_nodes=1,
-        num_local_ranks=ranks,
+        num_nodes=ranks // run.domain,
+        num_local_ranks=run.domain,
         num_experts=ranks,
         recv_rows=first_recv_rows(None, 1, topk, ranks),
         partial_row_bytes=row_bytes,

@@ -8,13 +8,12 @@ fails."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import secrets
 import time
 from _posixshmem import shm_unlink  # what multiprocessing.shared_memory is made of
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -95,21 +94,11 @@ class Rendezvous:
 
     def __init__(self, view: GroupView, timeout_s: float):
         self.view, self.timeout_s = view, timeout_s
-        self.numbers = range(view.size)  # of its ranks in the group, as errors name them
         # The n-th buffer that this rank makes on this group meets the n-th of every other rank. The count
         # lives in the store, so it starts anew with a new store.
         base = dist.PrefixStore(f"hybrid_ep/{view.name}", view.store)
         with self._needs_store("buffers"):
             self._store = dist.PrefixStore(str(base.add(f"buffers/{view.rank}", 1)), base)
-
-    def among(self, first: int, count: int) -> Rendezvous:
-        """A conversation of `count` ranks from `first` on, this one among them, beside this one, which goes on. Local;
-        called alike on all of them. Its view counts ranks from 0; errors name those of the group."""
-        part = copy.copy(self)
-        part.view = replace(self.view, rank=self.view.rank - first, size=count)
-        part.numbers = self.numbers[first : first + count]
-        part._store = dist.PrefixStore(f"among/{first}", self._store)
-        return part
 
     @contextlib.contextmanager
     def _needs_store(self, topic: str) -> Iterator[None]:
@@ -118,7 +107,7 @@ class Rendezvous:
             yield
         except dist.DistError as error:
             raise BootstrapError(
-                f"rank {self.numbers[self.view.rank]} lost the store of group {self.view.name!r} in {topic!r}: "
+                f"rank {self.view.rank} lost the store of group {self.view.name!r} in {topic!r}: "
                 f"{error}; the process that hosts it (usually rank 0) must live as long as buffers are made or grow"
             ) from error
 
@@ -134,7 +123,7 @@ class Rendezvous:
         # The exchange has succeeded: a server that ends now, or that cannot delete, is no reason to fail it.
         with contextlib.suppress(dist.DistError, NotImplementedError):
             self._forget(topic)
-        refused = {self.numbers[rank]: s["refused"] for rank, s in enumerate(said) if "refused" in s}
+        refused = {rank: s["refused"] for rank, s in enumerate(said) if "refused" in s}
         if refused:
             rank, why = next(iter(refused.items()))
             raise ValueError(
@@ -165,12 +154,11 @@ class Rendezvous:
                 return [json.loads(self._store.get(f"{topic}/{r}")) for r in range(self.view.size)]
             waited = time.monotonic() - started
             if waited > timeout_s:
-                late = [self.numbers[r] for r in missing]
                 raise BootstrapError(
-                    f"rank {self.numbers[self.view.rank]} of group {self.view.name!r} waited {waited:.1f} s for "
-                    f"{topic!r} of ranks {late}; every rank of the group must make the same calls in the same order "
+                    f"rank {self.view.rank} of group {self.view.name!r} waited {waited:.1f} s for "
+                    f"{topic!r} of ranks {missing}; every rank of the group must make the same calls in the same order "
                     "(deadline: timeout_s or HYBRID_EP_TIMEOUT_S)",
-                    late,
+                    missing,
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
@@ -237,7 +225,7 @@ def all_well(meet: Rendezvous, topic: str, error: Exception | None, num_bytes: i
     """Collective: this rank's error, or a BootstrapError that says whose registered memory was not set up; else
     nothing."""
     said = meet.exchange(topic, None if error is None else f"{type(error).__name__}: {error}")
-    bad = {meet.numbers[r]: text for r, text in enumerate(said) if text is not None}
+    bad = {r: text for r, text in enumerate(said) if text is not None}
     if error is not None:
         raise error
     if bad:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,20 +11,16 @@ import numpy as np
 import torch
 
 from hybrid_ep import _core
-from hybrid_ep.errors import DeadlineError
 from hybrid_ep.runtime import clones, validation
 from hybrid_ep.runtime.tensors import require_memory
 
 if TYPE_CHECKING:
     from hybrid_ep.runtime.session import Session
-    from hybrid_ep.runtime.topology import Topology
 
 MOST_MATRICES = 16  # of an expert; SpareShape::kMostMatrices
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
 _MOST_TABLES = 4096  # of addresses, that a session keeps
-_MOST_OWNERS = 1024  # whose experts' places a node keeps
-_RANK = re.compile(r"\brank (\d+)(?: \(node \d+\))?")  # as a deadline's text names one
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,7 @@ class SpareLayout:
     num_owners: int
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
+    within_node: bool = False  # clones lie on their owners' nodes
 
     @property
     def sizes(self) -> list[int]:
@@ -53,6 +49,7 @@ class SpareLayout:
             num_owners=self.num_owners,
             element_bytes=self.dtype.itemsize,
             elements=self.sizes,
+            **({"rail_chunk_bytes": 0} if self.within_node else {}),
         )
 
 
@@ -71,7 +68,7 @@ def why_not(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> str | None:
     return None
 
 
-def layout(spare_slots: Any, num_owners: Any, shapes: Any, dtype: Any) -> SpareLayout:
+def layout(spare_slots: Any, num_owners: Any, shapes: Any, dtype: Any, within_node: Any = False) -> SpareLayout:
     """The constructor's arguments, checked. ValueError that names one."""
     spare_slots = validation.integer("spare_slots", spare_slots, 1)
     num_owners = validation.integer("num_owners", num_owners, 1)
@@ -85,7 +82,7 @@ def layout(spare_slots: Any, num_owners: Any, shapes: Any, dtype: Any) -> SpareL
     )
     if (why := why_not(known, dtype)) is not None:
         raise ValueError(why)
-    return SpareLayout(spare_slots, num_owners, dtype, known)
+    return SpareLayout(spare_slots, num_owners, dtype, known, validation.flag("clones_within_node", within_node))
 
 
 class _OnDevice:
@@ -185,68 +182,19 @@ def addresses(
     return known
 
 
-class Node:
-    """One of several nodes of a group, whose ranks have slots among themselves: what its engine, which knows of no
-    other rank, makes of the whole group's plans. Of R ranks, L on a node, S slots and N experts each."""
-
-    def __init__(self, where: Topology, slots: SpareLayout) -> None:
-        """where: this rank in the whole group."""
-        self._where, self._slots = where, slots
-        self._first = where.node * where.num_local_ranks
-        # By the columns of owners: int32 [R * N] on the device, an expert's place among the node's L * N, -1:
-        # elsewhere; and the rank of each's owner on the host.
-        self._places: dict[bytes, tuple[torch.Tensor, np.ndarray]] = {}
-
-    def slot_expert(
-        self, session: Session, slot_expert: torch.Tensor, owners: clones.ExpertOwners | None
-    ) -> torch.Tensor:
-        """int32 [L, S], the node's rows of the group's [R, S]: places of experts among the node's owner slots. -1 for a
-        slot that is empty, or whose expert lives on no rank of this node or nowhere.
-
-        On a device by its own operations, which no host waits for and a CUDA graph may hold. On a host, ValueError for
-        a clone on another node than its owner's, of any node: all ranks raise it."""
-        experts, local = self._where.num_ranks * self._slots.num_owners, self._where.num_local_ranks
-        places, owner_of = self._find(session, owners)
-        if slot_expert.device.type == "cpu":
-            self._require_within(slot_expert.numpy(), owner_of)
-        rows = slot_expert.narrow(0, self._first, local)
-        found = places.index_select(0, rows.reshape(-1).clamp(0, experts - 1)).view(local, -1)
-        return found.masked_fill_((rows < 0) | (rows >= experts), -1)
-
-    def renumbered(self, error: DeadlineError) -> DeadlineError:
-        """The error of the node's engine with the group's numbers of ranks and nodes."""
-        node, first = self._where.node, self._first
-        facts = dict(vars(error))
-        for rank, at in (("rank", "node"), ("peer", "peer_node")):
-            if facts.get(rank, -1) >= 0:
-                facts |= {rank: facts[rank] + first, at: node}
-        return DeadlineError(_RANK.sub(lambda m: f"rank {int(m[1]) + first} (node {node})", str(error)), **facts)
-
-    def _find(self, session: Session, owners: clones.ExpertOwners | None) -> tuple[torch.Tensor, np.ndarray]:
-        """The same tensor for the same owners: a CUDA graph may hold its address."""
-        per_rank, spare = self._slots.num_owners, self._slots.spare_slots
-        columns = clones.host_columns(owners, self._where.num_ranks, per_rank, spare)
-        key = columns.tobytes()
-        if key not in self._places:
-            if len(self._places) >= _MOST_OWNERS and not session.captured:
-                self._places.clear()
-            rank, slot = np.divmod(columns, per_rank + spare)
-            here = rank // self._where.num_local_ranks == self._where.node
-            places = np.where(here, (rank - self._first) * per_rank + slot, -1)
-            on_device = torch.from_numpy(places.astype(np.int32)).to(session.options.device)
-            self._places[key] = on_device, rank
-        return self._places[key]
-
-    def _require_within(self, slot_expert: np.ndarray, owner_of: np.ndarray) -> None:
-        local = self._where.num_local_ranks
-        holders = np.arange(self._where.num_ranks)[:, None] // local
-        crossing = np.argwhere((slot_expert >= 0) & (owner_of[slot_expert] // local != holders))
-        if len(crossing):
-            rank, slot = crossing[0].tolist()
-            expert = int(slot_expert[rank, slot])
-            raise ValueError(
-                f"plan gives slot {slot} of rank {rank}, on node {rank // local}, to expert {expert} of rank "
-                f"{owner_of[expert]}, on node {owner_of[expert] // local}, and ranks store into memory of their own "
-                "node alone; plan clones within nodes (MicrobatchOptions(num_nodes=..., within_node=True)), or push by "
-                "torch.distributed"
-            )
+def require_within(slot_expert: torch.Tensor, columns: torch.Tensor, slots: SpareLayout, local: int) -> None:
+    """ValueError for a clone on another node than its owner's, of any node: all ranks raise it. Where the host may
+    look: on a GPU nobody reads the plan. columns: int64 [E], of experts' owners. local: ranks of a node."""
+    if slot_expert.device.type != "cpu":
+        return
+    experts, owner_of = slot_expert.numpy(), columns.numpy() // (slots.num_owners + slots.spare_slots)
+    holders = np.arange(len(experts))[:, None] // local
+    crossing = np.argwhere((experts >= 0) & (owner_of[experts] // local != holders))
+    if len(crossing):
+        rank, slot = crossing[0].tolist()
+        expert = int(experts[rank, slot])
+        raise ValueError(
+            f"plan gives slot {slot} of rank {rank}, on node {rank // local}, to expert {expert} of rank "
+            f"{owner_of[expert]}, on node {owner_of[expert] // local}, and these slots were made with "
+            "clones_within_node=True; plan with MicrobatchOptions(num_nodes=..., within_node=True), or leave it out"
+        )

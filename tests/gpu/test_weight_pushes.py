@@ -35,7 +35,8 @@ def on_gpu(
     if num_nodes > 1:
         options["num_of_hybrid_ep_ranks_per_nvlink_domain"] = num_ranks // num_nodes
     world.on_device()
-    slots = world.run(lambda _, group: make(group, spare, owned, dtype, executor="cuda", **options))
+    how = {"executor": "cuda"} | options
+    slots = world.run(lambda _, group: make(group, spare, owned, dtype, **how))
     for one, stream in zip(slots, world.more_streams() if beside else (), strict=beside):
         one._stream = stream
     try:
@@ -46,22 +47,28 @@ def on_gpu(
 
 
 @pytest.mark.parametrize(
-    "num_ranks, spare, owned, dtype, blocks, nodes",
+    "num_ranks, spare, owned, dtype, blocks, nodes, within, executor",
     [
-        (1, 1, 1, torch.bfloat16, 1, 1),
-        (2, 3, 1, torch.float32, 2, 1),
-        (3, 1, 3, torch.float16, 1, 1),
-        (4, 2, 2, torch.bfloat16, 3, 1),
-        (4, 2, 2, torch.bfloat16, 1, 2),
+        (1, 1, 1, torch.bfloat16, 1, 1, False, "cuda"),
+        (2, 3, 1, torch.float32, 2, 1, False, "cuda"),
+        (3, 1, 3, torch.float16, 1, 1, False, "cuda"),
+        (4, 2, 2, torch.bfloat16, 3, 1, False, "cuda"),
+        (4, 2, 2, torch.bfloat16, 1, 2, True, "cuda"),
+        (4, 2, 2, torch.bfloat16, 1, 2, False, "cuda"),
+        (6, 1, 1, torch.float32, 2, 3, False, "cuda_loopback"),
     ],
 )
-def test_weights_arrive_and_gradients_come_home_in_the_plans_order(num_ranks, spare, owned, dtype, blocks, nodes):
+def test_weights_arrive_and_gradients_come_home_in_the_plans_order(
+    num_ranks, spare, owned, dtype, blocks, nodes, within, executor
+):
     near = num_ranks // nodes
 
     def work(rank, slots):
-        return sum(train(slots, rank, s, num_ranks, spare, owned, dtype, "cuda", idle, near) for s in range(3))
+        layers = (train(slots, rank, s, num_ranks, spare, owned, dtype, "cuda", idle, near, within) for s in range(3))
+        return sum(layers)
 
-    assert sum(on_gpu(num_ranks, spare, owned, work, dtype, nodes, num_blocks=blocks)) > 0
+    options = {"num_blocks": blocks, "clones_within_node": within, "executor": executor}
+    assert sum(on_gpu(num_ranks, spare, owned, work, dtype, nodes, **options)) > 0
 
 
 def test_large_matrices_take_several_chunks():
@@ -101,8 +108,9 @@ class Layers:
     """Two layers over the same slots, forward and backward, with all that they need on the device beforehand, so that
     nothing waits between their launches."""
 
-    def __init__(self, slots, rank: int, num_ranks: int, spare: int, owned: int, seeds=(1, 2)):
+    def __init__(self, slots, rank: int, num_ranks: int, spare: int, owned: int, seeds=(1, 2), per_node=None):
         self.slots, self.rank, self.num_ranks, self.spare = slots, rank, num_ranks, spare
+        self.per_node = per_node or num_ranks
         self.seeds, self.plans, self.owners, self.weights, self.sums, self.seen = seeds, [], [], [], [], []
         for seed in seeds:
             random = np.random.default_rng(seed)
@@ -149,9 +157,12 @@ class Layers:
             for own, e in enumerate(owners.experts_of(self.rank)):
                 for n in MATRICES:
                     wanted, holders = torch.zeros(SHAPES[n]), (plan == e).nonzero().tolist()
-                    given = [drawn((self.spare, *SHAPES[n]), seed, holder, n, 9)[slot] for holder, slot in holders]
-                    for _ in range(times if given else 0):
-                        wanted += functools.reduce(torch.add, given)
+                    nodes = self.num_ranks // self.per_node
+                    for behind in [*range(nodes)] * times:
+                        node = (self.rank // self.per_node + behind) % nodes
+                        near = [(holder, slot) for holder, slot in holders if holder // self.per_node == node]
+                        given = [drawn((self.spare, *SHAPES[n]), seed, holder, n, 9)[slot] for holder, slot in near]
+                        wanted += functools.reduce(torch.add, given) if given else 0
                     assert torch.equal(self.read[layer][own][n].cpu(), wanted), (layer, e, n)
         return self.check_weights()
 
@@ -172,12 +183,12 @@ class Layers:
                     x.zero_()
 
 
-@pytest.mark.parametrize("num_ranks, beside", [(2, False), (3, False), (2, True)])
-def test_layers_that_are_queued_do_not_wait_for_the_host(num_ranks, beside):
+@pytest.mark.parametrize("num_ranks, beside, nodes", [(2, False, 1), (3, False, 1), (2, True, 1), (4, False, 2)])
+def test_layers_that_are_queued_do_not_wait_for_the_host(num_ranks, beside, nodes):
     meet = threading.Barrier(num_ranks)
 
     def work(rank, slots):
-        layers = Layers(slots, rank, num_ranks, 2, 2)
+        layers = Layers(slots, rank, num_ranks, 2, 2, per_node=num_ranks // nodes)
         idle()
         meet.wait(60)
         layers.launch()  # tables of addresses go to the device, which may wait
@@ -187,16 +198,19 @@ def test_layers_that_are_queued_do_not_wait_for_the_host(num_ranks, beside):
         idle()
         return layers.check(2)
 
-    assert sum(on_gpu(num_ranks, 2, 2, work, beside=beside)) > 0
+    assert sum(on_gpu(num_ranks, 2, 2, work, num_nodes=nodes, beside=beside)) > 0
 
 
-@pytest.mark.parametrize("beside, backward", [(False, True), (True, True), (True, False)])
-def test_a_replay_of_a_graph_goes_by_the_plan_that_is_there(beside, backward):
+@pytest.mark.parametrize(
+    "beside, backward, nodes", [(False, True, 1), (True, True, 1), (True, False, 1), (True, True, 2)]
+)
+def test_a_replay_of_a_graph_goes_by_the_plan_that_is_there(beside, backward, nodes):
     num_ranks = 2
     meet, one_at_a_time = threading.Barrier(num_ranks), threading.Lock()
 
     def work(rank, slots):
-        layers, stream, clones = Layers(slots, rank, num_ranks, 2, 2), torch.cuda.current_stream(), 0
+        layers = Layers(slots, rank, num_ranks, 2, 2, per_node=num_ranks // nodes)
+        stream, clones = torch.cuda.current_stream(), 0
         idle()
         meet.wait(60)
         layers.launch()
@@ -216,7 +230,7 @@ def test_a_replay_of_a_graph_goes_by_the_plan_that_is_there(beside, backward):
             meet.wait(60)
         return clones
 
-    assert sum(on_gpu(num_ranks, 2, 2, work, beside=beside)) > 0
+    assert sum(on_gpu(num_ranks, 2, 2, work, num_nodes=nodes, beside=beside)) > 0
 
 
 def test_a_plan_of_the_kernels_is_pushed_where_it_lies():

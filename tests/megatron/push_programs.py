@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -175,6 +176,7 @@ def reaches(ep, grouped):
         ("node", {"balance_push": "kernels"}),
         ("node", {"balance": "both"}),
         ("anywhere", {}),
+        ("anywhere", {"balance_push": "torch"}),
         ("auto", {"static_rows": "grow"}),
     ):
         asked = {"balance": "exact", "balance_epsilon": 0.0, "spare_slots": 2, **common, **options}
@@ -184,14 +186,14 @@ def reaches(ep, grouped):
             got, _ = train(groups, ep, owners=owners if options.get("balance") == "both" else None)
         assert equal(got, off), (reach, options)
         assert {manager.planner.options.within_node for manager, _ in seen} == {within(reach, options)}
-        by_kernels = within(reach, options) and options.get("balance_push") != "torch"
+        by_kernels = options.get("balance_push") != "torch"
         assert (bool(balance_kernels._slots), bool(balance_push._slots)) == (by_kernels, not by_kernels), (
             reach,
             options,
         )
         if by_kernels:
             forced, copies = train(groups, ep, lambda manager: random_plan(3, manager))
-            assert copies > 0 and equal(forced, off), "plans of clones within nodes, forced"
+            assert copies > 0 and equal(forced, off), "forced plans"
         found.append((reach, options, *crossing(seen, ep // 2)))
         megatron_patches.revert()
     for reach, options, clones, far in found:
@@ -211,20 +213,20 @@ def choices(ep):
     apply("auto")
     assert isinstance(Layers(groups, ep).pairs[0][0]._comm_manager.clones, balance_kernels.KernelCloneExperts)
     assert any("SpareSlots" in line for line in balance_kernels.describe())
-    apply("auto", ranks_per_node=1, balance_clones="anywhere")
-    assert type(Layers(groups, ep).pairs[0][0]._comm_manager.clones) is balance_push.CloneExperts
-    (said,) = {what for _, what in balance_kernels._said if "pushed by" in what}
-    assert said.startswith(
-        "weights of clones are pushed by torch.distributed, not by kernels: clones may lie on any of"
-    )
-    assert f"{ep} nodes" in said and "--hybrid-ep-balance-clones node" in said
-    apply("kernels", ranks_per_node=1, balance_clones="anywhere")
-    with pytest.raises(
-        ValueError, match=f"--hybrid-ep-balance-push kernels: clones may lie on any of the group's {ep} "
-    ):
-        Layers(groups, ep)
-    apply("auto", ranks_per_node=1, balance_clones="node")
-    assert isinstance(Layers(groups, ep).pairs[0][0]._comm_manager.clones, balance_kernels.KernelCloneExperts)
+    for reach, stay in (("anywhere", False), ("node", True)):
+        apply("auto", ranks_per_node=1, balance_clones=reach)
+        clones = Layers(groups, ep).pairs[0][0]._comm_manager.clones
+        assert isinstance(clones, balance_kernels.KernelCloneExperts)
+        assert (clones.spares.memory_report().regions["spare_channel_rings"] == 0) == stay, reach
+        assert not any("pushed by" in what for _, what in balance_kernels._said)
+    with mock.patch.object(balance_kernels, "why_not", return_value="their matrices are odd"):
+        apply("auto")
+        assert type(Layers(groups, ep).pairs[0][0]._comm_manager.clones) is balance_push.CloneExperts
+        (said,) = {what for _, what in balance_kernels._said if "pushed by" in what}
+        assert said == "weights of clones are pushed by torch.distributed, not by kernels: their matrices are odd"
+        apply("kernels")
+        with pytest.raises(ValueError, match="--hybrid-ep-balance-push kernels: their matrices are odd; give torch"):
+            Layers(groups, ep)
     megatron_patches.revert()
     assert not balance_kernels._slots
     return True

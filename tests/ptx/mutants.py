@@ -219,6 +219,21 @@ MUTANTS = (
         off(k, "waits for no flag", r"ld\.acquire\.sys\.global\.u64 (%rd\d+), \[%rd\d+\];", r"mov.u64 \1, 4294967295;")
         for k in SPARES
     ),
+    *(
+        mutant
+        for k in ("push_rails", "collect_rails")
+        for mutant in (
+            off(k, "reads flags without an acquire", r"ld\.acquire\.sys\.", "ld.relaxed.sys."),
+            off(k, "tells its device only", r"st\.release\.sys\.", "st.release.gpu."),
+        )
+    ),
+    off("push_rails", "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;"),
+    off(
+        "collect_rails",
+        "puts a chunk before all lanes have stored it",
+        r"bar\.warp\.sync -1;",
+        before=r"\{ \.reg \.pred p; elect\.sync|@|setp",
+    ),
     Mutant("host: memory is not zeroed", "", drop="cudaMemsetAsync"),
     Mutant("host: no uploads", "", drop="cudaMemcpyAsync"),
     Mutant("host: a changed stream does not wait for the last one", "", drop="cudaStreamWaitEvent"),
@@ -369,6 +384,17 @@ def _push(timeout_s: float) -> None:
 
     for spare in (1, 2):
         on_gpu(3, spare, 2, functools.partial(work, spare=spare), torch.float32, num_blocks=2, timeout_s=timeout_s)
+
+    def between(rank, slots):
+        layers = Layers(slots, rank, 3, 1, 2, per_node=1)
+        for _ in range(2):
+            idle()
+            meet.wait(timeout_s)
+            layers.launch()
+        idle()
+        layers.check(2)
+
+    on_gpu(3, 1, 2, between, torch.float32, num_nodes=3, num_blocks=1, timeout_s=timeout_s)
 
 
 def _travel(timeout_s: float) -> None:

@@ -32,7 +32,7 @@ def drawn(shape, *seed: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def random_plan(random, num_ranks: int, spare: int, owners: Owners, per_node: int | None = None) -> torch.Tensor:
-    """Clones lie on the nodes of their owners."""
+    """per_node: clones lie on the nodes, of so many ranks, of their owners; else anywhere."""
     full, per_node = random.choice([0.0, 0.4, 1.0]), per_node or num_ranks
     near = [owners.experts_of(rank) for rank in range(num_ranks)]
     of_node = [sum(near[n : n + per_node], ()) for n in range(0, num_ranks, per_node)]
@@ -63,13 +63,16 @@ def train(
     device: str = "cpu",
     idle=lambda: None,
     per_node: int | None = None,
+    within_node: bool = True,
 ) -> int:
     """Several layers over the same slots, forward and backward; returns the clones seen.
 
-    device: where tensors lie. idle: called behind every operation; on a GPU it returns when the rank's stream is."""
+    device: where tensors lie. idle: called behind every operation; on a GPU it returns when the rank's stream is.
+    per_node: ranks of a node, where there are several, on which clones stay with within_node."""
     random, clones = np.random.default_rng(seed), 0
     several = [owners_of(random, num_ranks, owned) for _ in range(2)]
-    layers = [(random_plan(random, num_ranks, spare, owners, per_node), owners) for owners in several * 2]
+    stays = per_node if within_node else None
+    layers = [(random_plan(random, num_ranks, spare, owners, stays), owners) for owners in several * 2]
     weight = lambda layer, e, n: drawn(SHAPES[n], seed, layer, e, n, dtype=dtype)  # noqa: E731
     gradient = lambda layer, r, s, n: drawn(SHAPES[n], seed, layer, 7, r, s, n)  # noqa: E731
     order = list(range(len(layers)))
@@ -94,15 +97,16 @@ def train(
         sums = [[drawn(SHAPES[n], seed, layer, e, n, 5) for n in range(len(SHAPES))] for e in mine]
         on_device = [[x.to(device, copy=True) for x in one] for one in sums]
         holders = {e: [(r, s) for (r, s), found in np.ndenumerate(plan.numpy()) if found == e] for e in mine}
-        wanted = [
-            [
-                x + functools.reduce(torch.add, [gradient(layer, r, s, n) for r, s in holders[e]])
-                if holders[e]
-                else x.clone()
-                for n, x in enumerate(one)
-            ]
-            for e, one in zip(mine, sums, strict=True)
-        ]
+        local = per_node or num_ranks
+        behind = [(rank // local + n) % (num_ranks // local) for n in range(num_ranks // local)]
+
+        def summed(x, e, n, layer=layer, holders=holders, behind=behind, local=local):
+            for node in behind:
+                made = [gradient(layer, r, s, n) for r, s in holders[e] if r // local == node]
+                x = x + functools.reduce(torch.add, made) if made else x.clone()
+            return x
+
+        wanted = [[summed(x, e, n) for n, x in enumerate(one)] for e, one in zip(mine, sums, strict=True)]
         slots.collect(plan.to(device), on_device, owners)
         idle()
         pairs = zip(on_device, wanted, strict=True)
@@ -139,13 +143,19 @@ def test_any_plan_gives_owners_weights_and_sums_in_the_plans_order(
     spare=st.integers(1, 3),
     owned=st.integers(1, 3),
     executor=st.sampled_from(["host", "host", "host_checked_lanes4"]),
+    within_node=st.booleans(),
 )
-def test_each_node_of_a_group_has_slots_of_its_own(seed, num_nodes, per_node, spare, owned, executor):
+def test_plans_of_several_nodes_give_owners_weights_and_sums_in_their_order(
+    seed, num_nodes, per_node, spare, owned, executor, within_node
+):
+    dtype, ranks = torch.bfloat16, num_nodes * per_node
+
     def work(rank, group):
-        declared = {"num_of_hybrid_ep_ranks_per_nvlink_domain": per_node}
-        slots = make(group, spare, owned, torch.bfloat16, executor=executor, **declared)
-        clones = train(slots, rank, seed, num_nodes * per_node, spare, owned, torch.bfloat16, per_node=per_node)
-        assert slots.memory_report().mapped_bytes == per_node * slots.memory_report().total_bytes
+        declared = {"num_of_hybrid_ep_ranks_per_nvlink_domain": per_node, "clones_within_node": within_node}
+        slots = make(group, spare, owned, dtype, executor=executor, **declared)
+        rings = slots.memory_report().regions["spare_channel_rings"]
+        assert rings == (0 if within_node else 4 * (num_nodes - 1) * per_node * 4 * 64 * 1024)
+        clones = train(slots, rank, seed, ranks, spare, owned, dtype, per_node=per_node, within_node=within_node)
         slots.destroy()
         return clones
 
@@ -154,7 +164,7 @@ def test_each_node_of_a_group_has_slots_of_its_own(seed, num_nodes, per_node, sp
 
 def test_a_clone_on_another_node_is_refused_by_all_and_slots_stay_usable():
     def work(rank, group):
-        slots = make(group, 2, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
+        slots = make(group, 2, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2, clones_within_node=True)
         weights = [[torch.full(shape, float(rank)) for shape in SHAPES]]
         moved = Owners(4, 4)
         moved.assign([2, 3, 0, 1])
@@ -176,10 +186,10 @@ def test_a_clone_on_another_node_is_refused_by_all_and_slots_stay_usable():
 
 
 def test_where_no_host_reads_the_plan_a_clone_on_another_node_is_an_empty_slot(monkeypatch):
-    monkeypatch.setattr("hybrid_ep.runtime.spares.Node._require_within", lambda *_: None)
+    monkeypatch.setattr("hybrid_ep.runtime.spares.require_within", lambda *_: None)
 
     def work(rank, group):
-        slots = make(group, 1, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
+        slots = make(group, 1, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2, clones_within_node=True)
         weights = [[torch.full(shape, 1.0 + rank) for shape in SHAPES]]
         plan = torch.tensor([[2], [0], [3], [1]], dtype=torch.int32)  # ranks 0 and 3 hold experts of the other node
         slots.push(plan, weights)
@@ -219,7 +229,7 @@ def test_wait_keeps_the_plan_for_the_stream_it_is_called_on(monkeypatch, device,
     session.__exit__.return_value = False
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     slots = SpareSlots.__new__(SpareSlots)
-    slots._session, slots._node, slots._pushed = session, None, (plan, plan, "table")
+    slots._session, slots._pushed = session, (plan, plan, "table")
     slots.wait()
     session.engine.await_weights.assert_called_once_with(plan, plan, None, 1)
     assert plan.record_stream.mock_calls == kept * [mock.call("stream of cuda")]

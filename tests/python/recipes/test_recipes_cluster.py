@@ -88,12 +88,12 @@ def test_the_balancers_memory_is_counted_and_refused_with_the_number():
         assert f"({clones:,} bytes)" in describe(pushed)
     over_nodes = run.derive(ranks_per_node=run.domain // 2)
     assert over_nodes.pushed_by == "kernels", "clones stay in the domains of their owners"
-    assert 2 * expert * 8 <= memory.clone_bytes(over_nodes) < by_kernels, "slots among half as many ranks"
+    assert 2 * expert * 8 <= memory.clone_bytes(over_nodes) < by_kernels + 2**20
     anywhere = over_nodes.derive(balance_clones="anywhere")
-    assert memory.clone_bytes(anywhere) == 2 * expert * 16, "torch pushes between domains"
-    with pytest.raises(ValueError, match="balance_push='kernels'.*balance_clones='anywhere' has clones in others"):
-        anywhere.derive(balance_push="kernels")
-    over_nodes.derive(balance_push="kernels")
+    rings = 4 * over_nodes.domain * 4 * 64 * 1024  # on one other node
+    assert anywhere.pushed_by == "kernels"
+    assert rings <= memory.clone_bytes(anywhere) - memory.clone_bytes(over_nodes) < rings + 2**18
+    assert memory.clone_bytes(anywhere.derive(balance_push="torch")) == 2 * expert * 16
     with_clones, without = memory.per_gpu(run), memory.per_gpu(plain)
     assert without.clones == 0
     assert memory.registered_bytes(run) > memory.registered_bytes(plain), "spare slots are columns of the map"
@@ -130,7 +130,8 @@ def test_quantised_rows_and_static_ones_reach_the_run():
     flags = megatron_arguments.megatron_arguments(more)
     assert flags[flags.index("--hybrid-ep-static-rows") + 1] == "drop"
     assert flags[flags.index("--hybrid-ep-dispatch-dtype") + 1] == "fp8"
-    assert run.pushed_by == "kernels" and more.pushed_by == "torch", "static rows want all ranks level: clones anywhere"
+    assert run.clones_stay and not more.clones_stay, "static rows want all ranks level: clones anywhere"
+    assert run.pushed_by == more.pushed_by == "kernels"
     assert step(job_of(more)).exchange_us < step(job_of(run)).exchange_us
 
 
@@ -149,10 +150,6 @@ BAD = [
     ({"balance": "magic"}, "balance='magic'"),
     ({"spare_slots": 0}, "spare_slots=0"),
     ({"balance_push": "mail"}, "balance_push='mail': use one of auto, kernels, torch"),
-    (
-        {**BALANCED, "expert": 16, "balance_push": "kernels", "balance_clones": "anywhere"},
-        "kernels push where ranks map each other's memory, here in domains of 8 of the 16 ranks",
-    ),
     ({"static_rows": "drop"}, "static_rows='drop': only exact balancing makes rows of every rank alike"),
     ({**BALANCED, "balance": "slow", "static_rows": "grow"}, "static_rows='grow': only exact"),
     ({"static_rows": "lose"}, "static_rows='lose': use one of none, grow, drop, raise"),

@@ -50,7 +50,7 @@ def test_spare_bytes_are_those_of_real_slots():
     small = dataclasses.replace(run.architecture, hidden_size=64, moe_ffn_hidden_size=24, num_experts=8)
     run = dataclasses.replace(run, architecture=small)
 
-    def registered(per_node, group):
+    def registered(per_node, group, within_node=False):
         shapes = [(48, 64), (64, 24)]
         slots = SpareSlots(
             group,
@@ -58,6 +58,7 @@ def test_spare_bytes_are_those_of_real_slots():
             num_owners=2,
             shapes=shapes,
             dtype=torch.bfloat16,
+            clones_within_node=within_node,
             executor="host",
             num_of_hybrid_ep_ranks_per_nvlink_domain=per_node,
         )
@@ -66,5 +67,8 @@ def test_spare_bytes_are_those_of_real_slots():
     of_one = VirtualWorld(1, 4).run(lambda _, group: registered(4, group))
     assert of_one == [memory.spare_bytes(run)] * 4
     over_nodes = dataclasses.replace(run, ranks_per_node=2)
-    of_two = VirtualWorld(2, 2).run(lambda _, group: registered(2, group))
+    of_two = VirtualWorld(2, 2).run(lambda _, group: registered(2, group, within_node=True))
     assert of_two == [memory.spare_bytes(over_nodes)] * 4 != of_one
+    anywhere = dataclasses.replace(over_nodes, balance_clones="anywhere")
+    of_any = VirtualWorld(2, 2).run(lambda _, group: registered(2, group))
+    assert of_any == [memory.spare_bytes(anywhere)] * 4 and of_any[0] > of_two[0], "rings for what goes along rails"
