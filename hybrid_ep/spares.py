@@ -210,7 +210,8 @@ class SpareSlots:
         return memory.report(session.shape, session.topology.num_ranks)
 
     def destroy(self) -> None:
-        """Gives the registered memory back, as soon as no tensor refers to it; may be called twice. Local."""
+        """Gives the registered memory back, as soon as no tensor refers to it; over NVSHMEM at once, so that no tensor
+        of it may be used any more. May be called twice. Local."""
         if self._session is not None:
             self._session.close("these spare slots were destroyed; make new ones", together=True)
 

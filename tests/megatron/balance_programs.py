@@ -252,7 +252,7 @@ def bit_equality(ep, spare_slots, grouped):
     if grouped:
         megatron_patches.apply(**common)
         assert equal(train(groups, ep)[0], off)
-    common["balance_clones"] = "anywhere"
+    common |= {"balance_clones": "anywhere", "balance_push": "torch"}
     balance_push.RAILS_FROM_BYTES = 0  # these experts are small; of large ones owners hold few gradients at once
     megatron_patches.apply(**common, balance="exact", spare_slots=spare_slots, balance_epsilon=0.0)
     empty, copies = train(groups, ep, empty_plan)
@@ -266,7 +266,7 @@ def bit_equality(ep, spare_slots, grouped):
         assert copies > 0 and equal(forced, off), seed
         received += more
     expert_bytes = 2 * HIDDEN * 16 * 4
-    assert max(received) <= spare_slots * expert_bytes, "an owner holds more clone gradients at once than it has slots"
+    assert 0 < max(received) <= spare_slots * expert_bytes, "an owner holds more clone gradients than it has slots"
     again, _ = train(groups, ep, lambda manager: random_plan(2, manager))
     assert equal(again, forced), "a replay of the same plans differs"
     recomputed, _ = train(groups, ep, recompute=True)

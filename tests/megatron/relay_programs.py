@@ -17,7 +17,7 @@ def apply(width, straight=False, **options):
     """straight: small experts, as these are, go straight; else along the rails, as large ones."""
     balance_push.RAILS_FROM_BYTES = 1 << 62 if straight else 0
     chosen = {"balance": "exact", "balance_epsilon": 0.0, "spare_slots": 2, **options}
-    megatron_patches.apply(ranks_per_node=width, balance_clones="anywhere", **chosen)
+    megatron_patches.apply(ranks_per_node=width, balance_clones="anywhere", balance_push="torch", **chosen)
 
 
 def bit_equality(ep, width, grouped, straight):

@@ -230,7 +230,7 @@ MUTANTS = (
     off("push_rails", "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;"),
     off(
         "collect_rails",
-        "puts a chunk before all lanes have stored it",
+        "lanes do not meet before one speaks for them",
         r"bar\.warp\.sync -1;",
         before=r"\{ \.reg \.pred p; elect\.sync|@|setp",
     ),
