@@ -21,13 +21,13 @@ inline constexpr int kRailEndWarps = (kRailWarps<A> - 1) / 2;
 // Where a block has what.
 template <Arch A>
 struct RailSmem {
-  uint64_t forward, end, fifos, bytes;  // cursors of the roles that have channels; stages of a push
+  uint64_t forward, own, other, fifos, bytes;  // cursors of the middle, of owners, of clones' nodes; stages of a push
 };
 
 template <Arch A>
 HEP_HOST_DEVICE RailSmem<A> rail_smem(const SpareRailParams& p) {
   const uint64_t table = RailTable<A>::bytes(p), cursors = RailChannels<A>::bytes(p);
-  return {table, table + cursors, table + 2 * cursors, table + 2 * cursors};
+  return {table, table + cursors, table + 2 * cursors, table + 3 * cursors, table + 3 * cursors};
 }
 
 // The parameters that follow from the others. Returns the bytes of shared memory of a block.
@@ -59,7 +59,8 @@ HEP_DEVICE void push_rails_kernel(A& a, Net& net, const SpareRailParams& p, std:
   const int warp = a.warp_idx(), end = warp ? warp - 1 : 0;
   const RailWorker worker = RailWorker::here(a);
   const RailTable<A> table(a, p, smem);
-  const RailChannels<A> channels(a, p, smem + (warp ? at.end : at.forward), worker.number, worker.of);
+  const uint64_t cursors = warp == 0 ? at.forward : end % 2 ? at.other : at.own;
+  const RailChannels<A> channels(a, p, smem + cursors, worker.number, worker.of);
   const StageFifo<A, SpareHead> fifo(smem + uint64_t(end) * p.node.fifo_stride, p.node.fifo);
   if (warp && a.lane() == 0) fifo.init(a, 1);
   if (!table.fill() || !a.elect_one()) return;
@@ -68,7 +69,7 @@ HEP_DEVICE void push_rails_kernel(A& a, Net& net, const SpareRailParams& p, std:
   else if (end % 2)
     StoreRailsRole<A, Net>(a, net, p, table, channels, fifo).run();
   else
-    FeedRailsRole<A>(a, p, table, fifo).run(worker.number, worker.of);
+    FeedRailsRole<A>(a, p, table, channels, fifo).run();
 }
 
 template <Arch A, Transport<A> Net>
@@ -79,10 +80,11 @@ HEP_DEVICE void collect_rails_kernel(A& a, Net& net, const SpareRailParams& p, s
   const int warp = a.warp_idx(), end = warp ? warp - 1 : 0;
   const RailWorker worker = RailWorker::here(a);
   const RailTable<A> table(a, p, smem);
-  const RailChannels<A> channels(a, p, smem + (warp ? at.end : at.forward), worker.number, worker.of);
+  const uint64_t cursors = warp == 0 ? at.forward : end % 2 ? at.own : at.other;
+  const RailChannels<A> channels(a, p, smem + cursors, worker.number, worker.of);
   if (!table.fill()) return;
   if (warp && end % 2)
-    AddRailsRole<A>(a, p, table).run(worker.number, worker.of);
+    AddRailsRole<A>(a, p, table, channels).run();
   else if (warp)
     GatherRailsRole<A, Net>(a, net, p, table, channels).run();
   else if (a.elect_one())

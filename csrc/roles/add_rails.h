@@ -1,6 +1,6 @@
 // An owner's end of the channels of gradients: sums of other nodes' clones, out of the rings of its node's ranks, to
-// its own gradient. Node after node, from the one behind its own on, so that an element's sums are added in this order;
-// an element belongs to one lane for all of them. By all lanes of a warp.
+// its own gradient, chunk by chunk, of each from the node behind its own on. So an element's sums are added in this
+// order, and all nodes send at once; an element belongs to one lane for all of them. By all lanes of a warp.
 #pragma once
 #include "roles/rail_channels.h"
 #include "roles/vector_sum.h"
@@ -12,36 +12,50 @@ class AddRailsRole {
  public:
   using C = SpareChannels;
 
-  HEP_DEVICE AddRailsRole(A& arch, const SpareRailParams& params, const RailTable<A>& table)
-      : a(arch), p(params), table_(table) {}
+  HEP_DEVICE AddRailsRole(A& arch, const SpareRailParams& params, const RailTable<A>& table,
+                          const RailChannels<A>& channels)
+      : a(arch), p(params), table_(table), channels_(channels) {}
 
-  // worker: of so many warps of the grid that have the role.
-  HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
-    for (int j = int(worker); j < p.world.num_local_ranks; j += int(workers))
-      for (int step = 1; step < p.world.num_nodes; ++step)
-        if (!channel((p.world.node() + step) % p.world.num_nodes, j)) return;
+  HEP_DEVICE void run() {
+    for (int j = int(channels_.worker()); j < p.world.num_local_ranks; j += int(channels_.workers()))
+      if (!stripe(j)) return;
   }
 
  private:
   static constexpr int kVectors = A::kLanes < 32 ? 1 : 4;  // that a lane reads together
 
   // False: a lane has left in its wait.
-  HEP_DEVICE bool channel(int node, int j) {
+  HEP_DEVICE bool stripe(int j) {
+    if (a.elect_one()) each_node([&](int node) { channels_.begin_own(table_, C::kGradients, p.channel(node, j)); });
     const SpareStripe stripe(p, j, C::kGradients);
-    uint64_t* const count = p.count(C::kGradients, ChannelEnd::kLast, p.channel(node, j));
-    uint64_t q = *count;
-    for (int slot = table_.first_lead(p.world.rank, node); slot >= 0;
-         slot = table_.lead(p.world.rank, node, slot + 1)) {
-      const uint32_t owned = uint32_t(table_[slot].column % p.node.width());
-      for (uint32_t i = 0; i < stripe.chunks(); ++i, ++q) {
-        if (!await(node, j, q)) return false;
-        if (injected(Bug::kChunkCreditedUnread) && i + 1 < stripe.chunks()) give_back(node, j, q + 1);
-        add(node, j, owned, stripe.chunk(i), q);
-        give_back(node, j, q);
-      }
-    }
-    a.warp_sync();  // all have read it
-    if (a.elect_one()) *count = q;
+    for (uint32_t owned = 0; owned < p.node.num_owners; ++owned)
+      for (uint32_t i = 0; i < stripe.chunks(); ++i)
+        for (int step = 1; step < p.world.num_nodes; ++step)
+          if (!chunk((p.world.node() + step) % p.world.num_nodes, j, owned, stripe, i)) return false;
+    if (!a.warp_whole()) return false;
+    if (a.elect_one())
+      each_node([&](int node) {
+        const uint32_t c = p.channel(node, j);
+        *p.count(C::kGradients, ChannelEnd::kLast, c) += channels_.get(c).total;
+      });
+    return true;
+  }
+  template <class Do>
+  HEP_DEVICE void each_node(const Do& todo) const {
+    for (int step = 1; step < p.world.num_nodes; ++step) todo((p.world.node() + step) % p.world.num_nodes);
+  }
+  HEP_DEVICE bool chunk(int node, int j, uint32_t owned, const SpareStripe& stripe, uint32_t i) {
+    const uint32_t c = p.channel(node, j);
+    if (!a.warp_whole()) return false;  // the cursor, which one lane sets, is read by all
+    ChannelCursor at = channels_.get(c);
+    if (at.slot < 0 || table_[at.slot].column != p.world.rank * p.node.width() + int(owned)) return true;
+    const uint64_t q = *p.count(C::kGradients, ChannelEnd::kLast, c) + at.done;
+    if (!await(node, j, q)) return false;
+    if (injected(Bug::kChunkCreditedUnread) && i + 1 < stripe.chunks()) give_back(node, j, q + 1);
+    add(node, j, owned, stripe.chunk(i), q);
+    give_back(node, j, q);
+    if (++at.done % stripe.chunks() == 0) at.slot = table_.lead(p.world.rank, node, at.slot);
+    if (a.elect_one()) channels_.set(c, at);
     return true;
   }
   HEP_DEVICE bool await(int node, int j, uint64_t q) {
@@ -76,6 +90,7 @@ class AddRailsRole {
   A& a;
   const SpareRailParams& p;
   const RailTable<A>& table_;
+  const RailChannels<A>& channels_;
 };
 
 }  // namespace hep

@@ -71,7 +71,7 @@ class GatherRailsRole {
     net.put_signal(a, peer.node, p.ring_there(C::kGradients, there, q), from, bytes,
                    p.flag_there(p.channels.flag(C::kGradients, there, C::kRailFull + uint32_t(q % C::kSlots))), q + 1);
     if (++at.done % stripe_.chunks() == 0)
-      at.slot = table_.lead(p.world.rank_of(peer.node, peer.local), p.world.node(), at.slot + 1);
+      at.slot = table_.lead(p.world.rank_of(peer.node, peer.local), p.world.node(), at.slot);
     channels_.set(c, at);
   }
   HEP_DEVICE void await_copies(int lead) {

@@ -34,7 +34,7 @@ class RailChannels {
     for (uint32_t c = worker_; c < p.channels.number(); c += workers_) {
       const ChannelPeer peer = ChannelPeer::of(p, c);
       const int owner = p.world.rank_of(peer.node, peer.local), node = p.world.node();
-      set(c, {0, 0, stripe.chunks() * table.leads(owner, node), table.first_lead(owner, node)});
+      set(c, {0, 0, stripe.chunks() * table.leads(owner, node), table.lead(owner, node, -1)});
     }
   }
   // At its other end: channels of owners on this node. By one lane.
@@ -44,6 +44,12 @@ class RailChannels {
       const int owner = p.world.rank_of(p.world.node(), peer.local);
       set(c, {0, 0, stripe.chunks() * table.leads(owner, peer.node), -1});
     }
+  }
+  // At an owner: one of this rank's. By one lane.
+  HEP_DEVICE void begin_own(const RailTable<A>& table, SpareChannels::Direction d, uint32_t c) const {
+    const ChannelPeer peer = ChannelPeer::of(p, c);
+    const uint32_t chunks = SpareStripe(p, peer.local, d).chunks();
+    set(c, {0, 0, chunks * table.leads(p.world.rank, peer.node), table.lead(p.world.rank, peer.node, -1)});
   }
   // By one lane, or by all lanes of a warp that go the same way. through(cursor): the channel needs no more.
   // step(channel, cursor, waiting): whether anything moved, else what it waits for; it sets the cursor.

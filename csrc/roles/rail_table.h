@@ -60,16 +60,27 @@ class RailTable {
     for (; i > 0; --i) lead = (*this)[lead].next;
     return lead;
   }
-  // The first slot of `node`, from `from` on, that leads with an expert of rank `owner`; -1: there is none.
-  HEP_DEVICE int lead(int owner, int node, int from) const {
-    for (int j = from; j < (node + 1) * p.slots_of_node(); ++j)
-      if (const RailCopy copy = (*this)[j]; copy.leads && p.owner_of(copy.column) == owner) return j;
-    return -1;
+  // Of the slots of `node` that lead with an expert of rank `owner`, the one behind `slot`, or the first behind -1, in
+  // the order of the owner's experts, which all nodes have alike; -1: there is none.
+  HEP_DEVICE int lead(int owner, int node, int slot) const {
+    RailCopy found{slot < 0 ? -1 : (*this)[slot].column, 0, 0, 0};
+    const int32_t behind = found.column;
+    int at = -1;
+    for (int j = node * p.slots_of_node(); j < (node + 1) * p.slots_of_node(); ++j) {
+      const RailCopy copy = (*this)[j];
+      if (!copy.leads || p.owner_of(copy.column) != owner || copy.column <= behind) continue;
+      if (at >= 0 && copy.column > found.column) continue;
+      at = j;
+      found = copy;
+    }
+    return at;
   }
-  HEP_DEVICE int first_lead(int owner, int node) const { return lead(owner, node, node * p.slots_of_node()); }
   HEP_DEVICE uint32_t leads(int owner, int node) const {
     uint32_t n = 0;
-    for (int j = first_lead(owner, node); j >= 0; j = lead(owner, node, j + 1)) ++n;
+    for (int j = node * p.slots_of_node(); j < (node + 1) * p.slots_of_node(); ++j) {
+      const RailCopy copy = (*this)[j];
+      n += copy.leads && p.owner_of(copy.column) == owner;
+    }
     return n;
   }
 

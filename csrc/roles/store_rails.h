@@ -46,7 +46,7 @@ class StoreRailsRole {
     net.signal(a, peer.node, p.flag_there(p.channels.flag(C::kWeights, there, C::kRailFree)), q + 1);
     if (++at.done % stripe_.chunks() == 0) {
       tell(at.slot);
-      at.slot = table_.lead(p.world.rank_of(peer.node, peer.local), p.world.node(), at.slot + 1);
+      at.slot = table_.lead(p.world.rank_of(peer.node, peer.local), p.world.node(), at.slot);
     }
     channels_.set(c, at);
     return true;
