@@ -134,7 +134,8 @@ inline constexpr Bug kCloneBugs[] = {
     Bug::kShareNotLocalFirst,   Bug::kCloneCountsToldEarly, Bug::kCloneCountsOneStepOld,   Bug::kCloneShareOfAnother,
     Bug::kSlotNotAwaitedFree,   Bug::kSlotFullBeforeStores, Bug::kSlotFullByEveryWarp,     Bug::kWeightsInAnotherSlot,
     Bug::kWeightsUnawaited,     Bug::kCloneGradientTwice,   Bug::kCloneGradientsUnawaited, Bug::kCloneGradientsNotTaken,
-    Bug::kPartRelayedUnawaited, Bug::kSumUnawaited,         Bug::kSumToldByEveryWarp,
+    Bug::kPartRelayedUnawaited, Bug::kSumUnawaited,         Bug::kSumToldByEveryWarp,      Bug::kChunkToldBeforeStores,
+    Bug::kChunkFedUnasked,      Bug::kOneCopyOfANode,       Bug::kChunkCreditedUnread,
 };
 
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
