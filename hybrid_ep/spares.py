@@ -135,7 +135,7 @@ class SpareSlots:
         plan: of plan_clones, or slot_expert int32 [ranks, spare_slots] on the device, the same on all ranks. weights
         [owners][matrices] of dtype, contiguous at 16 bytes, which stay as they are until wait(). owners:
         `hybrid_ep.balance.owners.Owners`, where experts live (default: in their order). On a host it returns when what
-        this rank sends has arrived; on a GPU nobody waits.
+        this rank sends has arrived, and what comes to it along rails; on a GPU nobody waits.
 
         With clones_within_node, a clone on another node than its owner's: on a host a ValueError on all ranks, and the
         slots stay usable. On a GPU, where nobody reads the plan, such a slot is as if it were empty, here, in wait and

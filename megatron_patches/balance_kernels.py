@@ -3,7 +3,8 @@
 No host reads whose weights go where. Slots and gradient buffers are registered once, for all layers whose experts are
 alike. Gradients are summed in fp32, in the order of the plan, and added to main_grad, as `balance_push` does, so that
 on one node both give the same bits. Over several nodes an owner adds each node's sum by itself, where torch's way adds
-the sum of them all. Where the kernels cannot push, torch does, which is said.
+the sum of them all. Where the kernels cannot push, or with auto where clones may lie on any node of several, torch
+does, which is said.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Work:
 
 def clone_experts(manager: ExactManager) -> CloneExperts:
     """The clones of a manager's experts, pushed as the settings say. ValueError for kernels where they cannot."""
-    wanted, why = manager.settings.balance.push, _why_torch(manager)
+    wanted, why = manager.settings.balance.push, _why_torch(manager, manager.settings.balance.push)
     if wanted == "kernels" and why is not None:
         raise ValueError(f"--hybrid-ep-balance-push kernels: {why}; give torch or auto")
     chosen, reason = ("torch", why) if wanted == "auto" and why is not None else (wanted, None)
@@ -56,8 +57,16 @@ def clone_experts(manager: ExactManager) -> CloneExperts:
     return CloneExperts(manager) if chosen == "torch" else KernelCloneExperts(manager)
 
 
-def _why_torch(manager: ExactManager) -> str | None:
-    """Why the kernels cannot push these experts, the same on all ranks; None: they can."""
+def _why_torch(manager: ExactManager, wanted: str) -> str | None:
+    """Why the kernels cannot push these experts, or with auto do not; the same on all ranks. None: they do."""
+    asked = manager.planner.options
+    far = asked.num_nodes > 1 and not asked.within_node
+    if wanted == "auto" and far and not graphs.of_iterations(manager.config):
+        return (
+            f"clones may lie on any of the group's {asked.num_nodes} nodes (--hybrid-ep-balance-clones anywhere, or "
+            "auto with static rows), and between nodes the kernels have few bytes on their way at once; "
+            "--hybrid-ep-balance-push kernels takes them all the same"
+        )
     dtypes = {owner.dtype for owner in manager.weights.owners}
     if len(dtypes) > 1:
         return f"an expert's matrices have several types, {sorted(map(str, dtypes))}"

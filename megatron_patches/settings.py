@@ -144,7 +144,7 @@ class Balance:
       a rank may end. `reach` (balance_clones): ranks that may hold an expert's clones: those of its owner's "node", or
       "anywhere"; "auto": the node's, unless `static_rows` asks that all be level. `push` (balance_push): what brings
       weights to clones, and their gradients home: "kernels" of the ranks (`hybrid_ep.spares`); "torch", point to
-      point; "auto": kernels where they can.
+      point; "auto": kernels where they can and clones stay on their owners' nodes.
       `static_rows`: that many permuted rows always; what a micro-batch without a plan does, one of OVERFLOWS
       (`megatron_patches.static_rows`); None: as many rows as there are.
     * `interval` (balance_interval): optimizer steps from one placement to the next. `layer_updates_per_iter`: layers

@@ -15,6 +15,7 @@ namespace hep {
 // Warp 0 of a block forwards; of the others every second one has the role at each end of the channels.
 template <Arch A>
 inline constexpr int kRailWarps = A::kLanes < 32 ? 3 : 7;
+inline constexpr uint32_t kLeastRailStage = 1024;
 template <Arch A>
 inline constexpr int kRailEndWarps = (kRailWarps<A> - 1) / 2;
 
@@ -30,14 +31,18 @@ HEP_HOST_DEVICE RailSmem<A> rail_smem(const SpareRailParams& p) {
   return {table, table + cursors, table + 2 * cursors, table + 3 * cursors, table + 3 * cursors};
 }
 
-// The parameters that follow from the others. Returns the bytes of shared memory of a block.
+// The parameters that follow from the others: stages that fit into the budget beside the table. Returns the bytes of
+// shared memory of a block, more than the budget where none do.
 template <Arch A>
-inline uint64_t plan_push_rails(SpareRailParams& p) {
+inline uint64_t plan_push_rails(SpareRailParams& p, uint64_t budget) {
   if (!p.node.chunk_bytes || p.node.chunk_bytes > kSpareChunk<A>) p.node.chunk_bytes = kSpareChunk<A>;
   const uint64_t begin = rail_smem<A>(p).fifos;
-  p.node.fifo = StageFifo<A, SpareHead>::layout(begin, kSpareStages, p.node.chunk_bytes);
-  p.node.fifo_stride = p.node.fifo.end - begin;
-  return begin + 2 * kRailEndWarps<A> * p.node.fifo_stride;
+  for (;; p.node.chunk_bytes = p.node.chunk_bytes / 2 / 16 * 16) {
+    p.node.fifo = StageFifo<A, SpareHead>::layout(begin, kSpareStages, p.node.chunk_bytes);
+    p.node.fifo_stride = p.node.fifo.end - begin;
+    const uint64_t bytes = begin + 2 * kRailEndWarps<A> * p.node.fifo_stride;
+    if (bytes <= budget || p.node.chunk_bytes <= kLeastRailStage) return bytes;
+  }
 }
 
 // Which of the warps of its role in the grid a warp is.

@@ -15,9 +15,10 @@ namespace hep {
 
 struct SpareChannels {
   static constexpr uint32_t kSlots = 4;  // chunks of a channel that are on their way
-  // Flags of a channel and direction: chunks that came along the rail, by slot; chunks that came within the node;
-  // chunks that the rail's other end is done with, and those that the other end within the node is.
-  enum Flag : uint32_t { kRailFull = 0, kNodeFull = kSlots, kRailFree, kNodeFree, kFlags };
+  // Flags of a channel and direction. By slot: chunks that came along the rail, and those that its other end is done
+  // with; a rail orders no two signals, so that none is sent to a word before the one before has been seen. Chunks that
+  // came within the node, and those that the other end there is done with.
+  enum Flag : uint32_t { kRailFull = 0, kRailFree = kSlots, kNodeFull = 2 * kSlots, kNodeFree, kFlags };
   enum Direction : uint32_t { kWeights, kGradients };
   // Rings of a direction: in front of the rail, where the bytes are put from, and behind it.
   enum Ring : uint32_t { kBefore, kBehind };

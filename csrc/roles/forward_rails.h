@@ -39,35 +39,34 @@ class ForwardRailsRole {
 
   HEP_DEVICE bool step(uint32_t c, ChannelCursor at, WaitInfo& waiting) {
     const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint64_t base = *p.count(kDirection, ChannelEnd::kMiddle, c);
-    const bool before = at.done < at.total && has_come(c, base + at.done);
-    const uint64_t through = at.done > at.credited ? done_with(c, base + at.credited + 1) : 0;
-    if (through > base + at.credited) give_back(peer, through);
-    if (before) hand_on(c, peer, base + at.done, stripe_.chunk(at.done % stripe_.chunks()).bytes());
-    if (!before && through <= base + at.credited) {
-      const bool lacks = at.done < at.total, near = lacks == kPush;  // from this node, or along the rail
-      const int rank = near ? p.world.rank_of(p.world.node(), peer.local) : p.world.rail_peer(peer.node);
-      waiting = {kPush ? Site::kCloneWeights : Site::kCloneGradients, rank,
-                 int64_t(base + (lacks ? at.done : at.credited))};
-      return false;
-    }
-    at.done += before;
-    if (through > base + at.credited) at.credited = uint32_t(through - base);
+    const uint64_t base = *p.count(kDirection, ChannelEnd::kMiddle, c), q = base + at.done, behind = base + at.credited;
+    const bool comes = at.done < at.total && has_come(c, q), goes = at.done > at.credited && is_done_with(c, behind);
+    if (goes) give_back(peer, behind);
+    if (comes) hand_on(c, peer, q, stripe_.chunk(at.done % stripe_.chunks()).bytes());
+    // With all places taken, or all handed on, it is the last end that is late; else the first.
+    const bool lacks = at.done < at.total && at.done - at.credited < C::kSlots, near = lacks == kPush;
+    at.credited += goes;
+    at.done += comes;
     channels_.set(c, at);
-    return true;
+    if (comes || goes) return true;
+    waiting = {kPush ? Site::kCloneWeights : Site::kCloneGradients,
+               near ? p.world.rank_of(p.world.node(), peer.local) : p.world.rail_peer(peer.node),
+               int64_t(lacks ? q : behind)};
+    return false;
   }
   HEP_DEVICE bool has_come(uint32_t c, uint64_t q) {
     if constexpr (kPush) return a.ld_acquire_sys(own(c, C::kNodeFull)) > q;
     return net.test_signal(a, own(c, C::kRailFull + uint32_t(q % C::kSlots)), q + 1);
   }
-  HEP_DEVICE uint64_t done_with(uint32_t c, uint64_t least) {
-    return kPush ? net.read_signal(a, own(c, C::kRailFree), least) : a.ld_acquire_sys(own(c, C::kNodeFree));
+  HEP_DEVICE bool is_done_with(uint32_t c, uint64_t q) {
+    if constexpr (kPush) return net.test_signal(a, own(c, C::kRailFree + uint32_t(q % C::kSlots)), q + 1);
+    return a.ld_acquire_sys(own(c, C::kNodeFree)) > q;
   }
-  HEP_DEVICE void give_back(const ChannelPeer& peer, uint64_t chunks) {
+  HEP_DEVICE void give_back(const ChannelPeer& peer, uint64_t q) {
     if constexpr (kPush)
-      a.st_release_sys(of_owner(peer, C::kNodeFree), chunks);
+      a.st_release_sys(of_owner(peer, C::kNodeFree), q + 1);
     else
-      net.signal(a, peer.node, there(peer, C::kRailFree), chunks);
+      net.signal(a, peer.node, there(peer, C::kRailFree + uint32_t(q % C::kSlots)), q + 1);
   }
   HEP_DEVICE void hand_on(uint32_t c, const ChannelPeer& peer, uint64_t q, uint32_t bytes) {
     if constexpr (kPush)

@@ -63,7 +63,8 @@ class GatherRailsRole {
   }
   HEP_DEVICE bool has_room(uint32_t c, uint64_t q) {
     if (q < C::kSlots || injected(Bug::kChunkFedUnasked)) return true;
-    return net.test_signal(a, p.own_flag(p.channels.flag(C::kGradients, c, C::kRailFree)), q + 1 - C::kSlots);
+    const uint32_t free = p.channels.flag(C::kGradients, c, C::kRailFree + uint32_t(q % C::kSlots));
+    return net.test_signal(a, p.own_flag(free), q + 1 - C::kSlots);
   }
   HEP_DEVICE void send(uint32_t c, const ChannelPeer& peer, uint64_t q, ChannelCursor at, const unsigned char* from,
                        uint32_t bytes) {

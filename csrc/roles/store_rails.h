@@ -43,7 +43,8 @@ class StoreRailsRole {
     store(at.slot, stripe_.chunk(at.done % stripe_.chunks()),
           p.ring(p.world.local_rank(), C::kWeights, C::kBehind, c, q));
     const uint32_t there = p.channel_there(peer.node, peer.local);
-    net.signal(a, peer.node, p.flag_there(p.channels.flag(C::kWeights, there, C::kRailFree)), q + 1);
+    const uint32_t free = p.channels.flag(C::kWeights, there, C::kRailFree + uint32_t(q % C::kSlots));
+    net.signal(a, peer.node, p.flag_there(free), q + 1);
     if (++at.done % stripe_.chunks() == 0) {
       tell(at.slot);
       at.slot = table_.lead(p.world.rank_of(peer.node, peer.local), p.world.node(), at.slot);

@@ -66,6 +66,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   make_clone_state();
   make_spare_state();
   make_tables();
+  require_spares();
 }
 
 Engine::~Engine() {

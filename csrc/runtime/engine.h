@@ -194,6 +194,7 @@ class Engine {
   void make_tables();
   void make_clone_state();
   void make_spare_state();
+  void require_spares() const;
   SpareParams spare_params(const SpareCall& call) const;
   SpareRailParams spare_rail_params(const SpareParams& node) const;
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;

@@ -61,6 +61,14 @@ SpareRailParams Engine::spare_rail_params(const SpareParams& node) const {
   return p;
 }
 
+// When slots are made, not in the first step of a training.
+void Engine::require_spares() const {
+  if (!shape_.spares.spare_slots) return;
+  const SpareParams p = spare_params({});
+  executor_->require_shared_memory(p);
+  if (layout_.channels.number()) executor_->require_shared_memory(spare_rail_params(p));
+}
+
 std::shared_ptr<unsigned char> Engine::spare_memory(bool gradients) const {
   return {segments_[size_t(world_.rank)], own() + (gradients ? layout_.spare_gradients : layout_.spare_weights)};
 }
@@ -74,14 +82,12 @@ void Engine::push_weights(const SpareCall& c) {
   const SpareParams p = spare_params(c);
   Call call(*this);
   const SpareRailParams rails = spare_rail_params(p);
-  const bool crosses = rails.channels.number() > 0;
   executor_->require_shared_memory(p);
-  if (crosses) executor_->require_shared_memory(rails);
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
   call.run([&] {
     executor_->push_weights(p, settings);
-    if (crosses) executor_->push_rails(rails, settings);
+    if (rails.channels.number()) executor_->push_rails(rails, settings);
   });
 }
 

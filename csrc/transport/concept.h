@@ -7,7 +7,8 @@
 // source of a put_signal may be reused when its target answers (a credit, the next count vector), which it does behind
 // the arrival of the bytes. So a kernel ends with verbs in flight, and who frees registered memory first lets them
 // land, then meets the other ranks.
-// Signals are 64-bit, written (not added), monotonic per location, one writer per location.
+// Signals are 64-bit, written (not added), by one writer per location, and in no order: one to a location is seen
+// before the next is sent there.
 #pragma once
 #include <concepts>
 #include <cstddef>

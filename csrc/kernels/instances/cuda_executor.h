@@ -260,8 +260,9 @@ class CudaExecutor final : public Executor {
     require_slots(p, p.world.num_ranks(), plan_push<CudaArch>(p));
   }
   void require_shared_memory(const SpareRailParams& params) const override {
+    if constexpr (kRailIsNic<Net>) require_rdma_order();
     SpareRailParams p = params;
-    require_slots(p.node, p.world.num_ranks(), plan_push_rails<CudaArch>(p));
+    require_slots(p.node, p.world.num_ranks(), plan_push_rails<CudaArch>(p, uint64_t(budget_)));
   }
   void push_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
@@ -280,7 +281,7 @@ class CudaExecutor final : public Executor {
   }
   void push_rails(const SpareRailParams& params, const LaunchSettings& s) override {
     SpareRailParams p = params;
-    const uint64_t shared = plan_push_rails<CudaArch>(p);
+    const uint64_t shared = plan_push_rails<CudaArch>(p, uint64_t(budget_));
     launch<SpareRailParams>(push_rails_entry<Net>, p, s, s.num_blocks, kThreads<kRailWarps<CudaArch>>, shared);
   }
   void collect_rails(const SpareRailParams& params, const LaunchSettings& s) override {
@@ -305,6 +306,14 @@ class CudaExecutor final : public Executor {
       return Net(segments, world);
     else
       return Net(segments);
+  }
+  static void require_rdma_order() {
+    int device = 0, order = 0;
+    cuda::check(cudaGetDevice(&device), "the current device");
+    cuda::check(cudaDeviceGetAttribute(&order, cudaDevAttrGPUDirectRDMAWritesOrdering, device), "order of RDMA writes");
+    if (order < cudaGPUDirectRDMAWritesOrderingAllDevices)
+      throw std::invalid_argument("spares: another GPU of the node reads gradients that a NIC brought, and device " +
+                                  std::to_string(device) + " orders RDMA writes for itself alone; push by torch");
   }
   void require_slots(const SpareParams& p, int ranks, uint64_t shared) const {
     if (shared > uint64_t(budget_))

@@ -68,13 +68,9 @@ class LoopbackTransport {
     uint64_t value;
     std::vector<unsigned char> taken;  // the source, where it is read at once
   };
-  // A location's signals may arrive out of order, but its value never falls (the contract says monotonic).
+  // A signal is written, whatever is there: who sends two to one location must know that the first has come.
   static void raise(uint64_t* flag, uint64_t value) {
-    std::atomic_ref<uint64_t> f(*flag);
-    uint64_t seen = f.load(std::memory_order_relaxed);
-    while (seen < value &&
-           !f.compare_exchange_weak(seen, value, std::memory_order_release, std::memory_order_relaxed)) {
-    }
+    std::atomic_ref<uint64_t>(*flag).store(value, std::memory_order_release);
   }
   void post(Op op) {
     std::lock_guard lock(mutex_);
