@@ -1,8 +1,13 @@
 """Exact balancing whose clones the ranks' kernels push: the bits of off and of torch's push, on gloo ranks."""
 
+from types import SimpleNamespace
+
 import parity_world
 import pytest
+import torch
 from test_dispatcher import Program
+
+from megatron_patches import balance_kernels
 
 
 def run(name, num_ranks, *arguments):
@@ -34,6 +39,25 @@ def test_clones_lie_on_the_nodes_that_were_asked_for(grouped):
 @pytest.mark.version_free
 def test_who_pushes_is_chosen_and_said():
     run("choices", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "within", "graph", "by_torch"),
+    [
+        ("auto", 2, False, "none", True),
+        ("auto", 2, True, "none", False),
+        ("auto", 1, False, "none", False),
+        ("kernels", 2, False, "none", False),
+        ("auto", 2, False, "full_iteration", False),  # which torch's way cannot serve
+    ],
+)
+def test_torch_pushes_to_any_node_where_no_graph_needs_the_kernels(wanted, nodes, within, graph, by_torch):
+    manager = SimpleNamespace(
+        planner=SimpleNamespace(options=SimpleNamespace(num_nodes=nodes, within_node=within)),
+        config=SimpleNamespace(cuda_graph_impl=graph, cuda_graph_modules=[]),
+        weights=SimpleNamespace(owners=[torch.zeros(1)], shapes=[(8, 8)]),
+    )
+    assert (balance_kernels._why_torch(manager, wanted) is not None) == by_torch
 
 
 @pytest.mark.version_free
