@@ -12,23 +12,21 @@
 
 namespace hep {
 
-// Warp 0 of a block forwards; of the others every second one has the role at each end of the channels.
+// A warp's place in the channels: the first of a block is the middle, of the others every second one is at either end.
 template <Arch A>
 inline constexpr int kRailWarps = A::kLanes < 32 ? 3 : 7;
-inline constexpr uint32_t kLeastRailStage = 1024;
 template <Arch A>
 inline constexpr int kRailEndWarps = (kRailWarps<A> - 1) / 2;
+inline constexpr uint32_t kLeastRailStage = 1024;
 
-// Where a block has what.
+// Shared memory of a block: the table of copies, cursors of the channels for each place, the stages of a push.
 template <Arch A>
-struct RailSmem {
-  uint64_t forward, own, other, fifos, bytes;  // cursors of the middle, of owners, of clones' nodes; stages of a push
-};
-
+HEP_HOST_DEVICE uint64_t rail_cursors_at(const SpareRailParams& p, uint32_t place) {
+  return RailTable<A>::bytes(p) + place * RailChannels<A>::bytes(p);
+}
 template <Arch A>
-HEP_HOST_DEVICE RailSmem<A> rail_smem(const SpareRailParams& p) {
-  const uint64_t table = RailTable<A>::bytes(p), cursors = RailChannels<A>::bytes(p);
-  return {table, table + cursors, table + 2 * cursors, table + 3 * cursors, table + 3 * cursors};
+HEP_HOST_DEVICE uint64_t rail_smem_bytes(const SpareRailParams& p) {  // without stages
+  return rail_cursors_at<A>(p, SpareChannels::kPlaces);
 }
 
 // The parameters that follow from the others: stages that fit into the budget beside the table. Returns the bytes of
@@ -36,7 +34,7 @@ HEP_HOST_DEVICE RailSmem<A> rail_smem(const SpareRailParams& p) {
 template <Arch A>
 inline uint64_t plan_push_rails(SpareRailParams& p, uint64_t budget) {
   if (!p.node.chunk_bytes || p.node.chunk_bytes > kSpareChunk<A>) p.node.chunk_bytes = kSpareChunk<A>;
-  const uint64_t begin = rail_smem<A>(p).fifos;
+  const uint64_t begin = rail_smem_bytes<A>(p);
   for (;; p.node.chunk_bytes = p.node.chunk_bytes / 2 / 16 * 16) {
     p.node.fifo = StageFifo<A, SpareHead>::layout(begin, kSpareStages, p.node.chunk_bytes);
     p.node.fifo_stride = p.node.fifo.end - begin;
@@ -45,14 +43,26 @@ inline uint64_t plan_push_rails(SpareRailParams& p, uint64_t budget) {
   }
 }
 
-// Which of the warps of its role in the grid a warp is.
-struct RailWorker {
-  uint32_t number, of;
-  template <Arch A>
-  HEP_DEVICE static RailWorker here(A& a) {
-    const uint32_t block = uint32_t(a.block_idx()), blocks = uint32_t(a.num_blocks());
-    if (a.warp_idx() == 0) return {block, blocks};
-    return {block * kRailEndWarps<A> + uint32_t(a.warp_idx() - 1) / 2, blocks * kRailEndWarps<A>};
+// What a warp knows when its role begins.
+template <Arch A>
+struct RailWarp {
+  SpareChannels::Place place;
+  RailTable<A> table;
+  RailChannels<A> channels;
+
+  HEP_DEVICE RailWarp(A& a, const SpareRailParams& p, std::byte* smem)
+      : place(place_of(a)), table(a, p, smem), channels(channels_of(a, p, smem, place)) {}
+
+ private:
+  HEP_DEVICE static SpareChannels::Place place_of(A& a) {
+    const int warp = a.warp_idx();
+    return warp == 0 ? SpareChannels::kMiddle : warp % 2 ? SpareChannels::kFirst : SpareChannels::kLast;
+  }
+  HEP_DEVICE static RailChannels<A> channels_of(A& a, const SpareRailParams& p, std::byte* smem,
+                                                SpareChannels::Place place) {
+    const uint32_t block = uint32_t(a.block_idx()), of_block = place == SpareChannels::kMiddle ? 1 : kRailEndWarps<A>;
+    const uint32_t number = place == SpareChannels::kMiddle ? 0 : uint32_t(a.warp_idx() - 1) / 2;
+    return {a, p, smem + rail_cursors_at<A>(p, place), block * of_block + number, uint32_t(a.num_blocks()) * of_block};
   }
 };
 
@@ -60,40 +70,31 @@ template <Arch A, Transport<A> Net>
 HEP_DEVICE void push_rails_kernel(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   a.set_role(Role::kPushWeights);
-  const RailSmem<A> at = rail_smem<A>(p);
-  const int warp = a.warp_idx(), end = warp ? warp - 1 : 0;
-  const RailWorker worker = RailWorker::here(a);
-  const RailTable<A> table(a, p, smem);
-  const uint64_t cursors = warp == 0 ? at.forward : end % 2 ? at.other : at.own;
-  const RailChannels<A> channels(a, p, smem + cursors, worker.number, worker.of);
-  const StageFifo<A, SpareHead> fifo(smem + uint64_t(end) * p.node.fifo_stride, p.node.fifo);
-  if (warp && a.lane() == 0) fifo.init(a, 1);
-  if (!table.fill() || !a.elect_one()) return;
-  if (warp == 0)
-    ForwardRailsRole<A, Net, SpareChannels::kWeights>(a, net, p, table, channels).run();
-  else if (end % 2)
-    StoreRailsRole<A, Net>(a, net, p, table, channels, fifo).run();
+  const RailWarp<A> warp(a, p, smem);
+  const bool middle = warp.place == SpareChannels::kMiddle;
+  const StageFifo<A, SpareHead> fifo(smem + uint64_t(middle ? 0 : a.warp_idx() - 1) * p.node.fifo_stride, p.node.fifo);
+  if (!middle && a.lane() == 0) fifo.init(a, 1);
+  if (!warp.table.fill() || !a.elect_one()) return;
+  if (middle)
+    ForwardRailsRole<A, Net, SpareChannels::kWeights>(a, net, p, warp.table, warp.channels).run();
+  else if (warp.place == SpareChannels::kFirst)
+    FeedRailsRole<A>(a, p, warp.table, warp.channels, fifo).run();
   else
-    FeedRailsRole<A>(a, p, table, channels, fifo).run();
+    StoreRailsRole<A, Net>(a, net, p, warp.table, warp.channels, fifo).run();
 }
 
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void collect_rails_kernel(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   a.set_role(Role::kCollectGradients);
-  const RailSmem<A> at = rail_smem<A>(p);
-  const int warp = a.warp_idx(), end = warp ? warp - 1 : 0;
-  const RailWorker worker = RailWorker::here(a);
-  const RailTable<A> table(a, p, smem);
-  const uint64_t cursors = warp == 0 ? at.forward : end % 2 ? at.own : at.other;
-  const RailChannels<A> channels(a, p, smem + cursors, worker.number, worker.of);
-  if (!table.fill()) return;
-  if (warp && end % 2)
-    AddRailsRole<A>(a, p, table, channels).run();
-  else if (warp)
-    GatherRailsRole<A, Net>(a, net, p, table, channels).run();
+  const RailWarp<A> warp(a, p, smem);
+  if (!warp.table.fill()) return;
+  if (warp.place == SpareChannels::kFirst)
+    GatherRailsRole<A, Net>(a, net, p, warp.table, warp.channels).run();
+  else if (warp.place == SpareChannels::kLast)
+    AddRailsRole<A>(a, p, warp.table, warp.channels).run();
   else if (a.elect_one())
-    ForwardRailsRole<A, Net, SpareChannels::kGradients>(a, net, p, table, channels).run();
+    ForwardRailsRole<A, Net, SpareChannels::kGradients>(a, net, p, warp.table, warp.channels).run();
 }
 
 }  // namespace hep

@@ -19,7 +19,9 @@ struct SpareChannels {
   // with; a rail orders no two signals, so that none is sent to a word before the one before has been seen. Chunks that
   // came within the node, and those that the other end there is done with.
   enum Flag : uint32_t { kRailFull = 0, kRailFree = kSlots, kNodeFull = 2 * kSlots, kNodeFree, kFlags };
-  enum Direction : uint32_t { kWeights, kGradients };
+  enum Direction : uint32_t { kWeights, kGradients, kDirections };
+  // Of a rank in a channel, as the chunks go: the middle is the rail's end at the owner's node, in both directions.
+  enum Place : uint32_t { kFirst, kMiddle, kLast, kPlaces };
   // Rings of a direction: in front of the rail, where the bytes are put from, and behind it.
   enum Ring : uint32_t { kBefore, kBehind };
 
@@ -38,12 +40,15 @@ struct SpareChannels {
   }
   // Of a slot of this rank, by the local rank that stores its stripe: stored. And of local ranks: gradients read.
   HEP_HOST_DEVICE uint32_t stored(uint32_t slot, int local) const {
-    return 2 * number() * kFlags + slot * num_local_ranks + uint32_t(local);
+    return kDirections * number() * kFlags + slot * num_local_ranks + uint32_t(local);
   }
   HEP_HOST_DEVICE uint32_t read(int local) const { return stored(spare_slots, local); }
   HEP_HOST_DEVICE uint64_t flags() const { return number() ? read(int(num_local_ranks)) : 0; }
   // Counts of chunks that a rank keeps: of each direction, by its place in the channel.
-  HEP_HOST_DEVICE uint32_t counters() const { return 2 * 3 * number(); }
+  HEP_HOST_DEVICE uint32_t counter(Direction d, Place place, uint32_t channel) const {
+    return (uint32_t(d) * kPlaces + place) * number() + channel;
+  }
+  HEP_HOST_DEVICE uint32_t counters() const { return counter(kDirections, kFirst, 0); }
   // Where slot q of a channel's ring begins.
   HEP_HOST_DEVICE uint64_t slot(Direction d, Ring ring, uint32_t channel, uint64_t q) const {
     return (uint64_t(2 * uint32_t(d) + ring) * number() + channel) * kSlots * chunk_bytes + q % kSlots * chunk_bytes;

@@ -36,7 +36,7 @@ class AddRailsRole {
     if (a.elect_one())
       each_node([&](int node) {
         const uint32_t c = p.channel(node, j);
-        *p.count(C::kGradients, ChannelEnd::kLast, c) += channels_.get(c).total;
+        *p.count(C::kGradients, C::kLast, c) += channels_.get(c).total;
       });
     return true;
   }
@@ -49,7 +49,7 @@ class AddRailsRole {
     if (!a.warp_whole()) return false;  // the cursor, which one lane sets, is read by all
     ChannelCursor at = channels_.get(c);
     if (at.slot < 0 || table_[at.slot].column != p.world.rank * p.node.width() + int(owned)) return true;
-    const uint64_t q = *p.count(C::kGradients, ChannelEnd::kLast, c) + at.done;
+    const uint64_t q = *p.count(C::kGradients, C::kLast, c) + at.done;
     if (!await(node, j, q)) return false;
     if (injected(Bug::kChunkCreditedUnread) && i + 1 < stripe.chunks()) give_back(node, j, q + 1);
     add(node, j, owned, stripe.chunk(i), q);

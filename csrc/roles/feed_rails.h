@@ -20,15 +20,17 @@ class FeedRailsRole {
       channels_.begin_own(table_, C::kWeights, c);
     channels_.serve([](const ChannelCursor& at) { return at.done == at.total; },
                     [this](uint32_t c, const ChannelCursor& at, WaitInfo& waiting) { return chunk(c, at, waiting); });
-    channels_.end(C::kWeights, ChannelEnd::kFirst);
+    channels_.end(C::kWeights, C::kFirst);
   }
 
  private:
   HEP_DEVICE bool chunk(uint32_t c, ChannelCursor at, WaitInfo& waiting) {
     const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint64_t q = *p.count(C::kWeights, ChannelEnd::kFirst, c) + at.done;
-    if (!has_room(c, q)) {
-      waiting = {Site::kRailSlotFree, p.world.rank_of(p.world.node(), peer.local), int64_t(q)};
+    const uint64_t q = *p.count(C::kWeights, C::kFirst, c) + at.done;
+    if (!has_room(c, q)) {  // who passes it on, or, where that is this rank itself, who stores it
+      const bool own = peer.local == p.world.local_rank();
+      const int late = own ? p.world.rail_peer(peer.node) : p.world.rank_of(p.world.node(), peer.local);
+      waiting = {Site::kRailSlotFree, late, int64_t(q)};
       return false;
     }
     const SpareStripe stripe(p, peer.local, C::kWeights);

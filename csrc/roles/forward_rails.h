@@ -26,7 +26,7 @@ class ForwardRailsRole {
     channels_.begin_there(table_, stripe_);
     channels_.serve([](const ChannelCursor& at) { return at.credited == at.total; },
                     [this](uint32_t c, const ChannelCursor& at, WaitInfo& waiting) { return step(c, at, waiting); });
-    channels_.end(kDirection, ChannelEnd::kMiddle);
+    channels_.end(kDirection, C::kMiddle);
     if (channels_.worker()) return;
     if constexpr (kPush)
       await_slots();
@@ -39,7 +39,7 @@ class ForwardRailsRole {
 
   HEP_DEVICE bool step(uint32_t c, ChannelCursor at, WaitInfo& waiting) {
     const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint64_t base = *p.count(kDirection, ChannelEnd::kMiddle, c), q = base + at.done, behind = base + at.credited;
+    const uint64_t base = *p.count(kDirection, C::kMiddle, c), q = base + at.done, behind = base + at.credited;
     const bool comes = at.done < at.total && has_come(c, q), goes = at.done > at.credited && is_done_with(c, behind);
     if (goes) give_back(peer, behind);
     if (comes) hand_on(c, peer, q, stripe_.chunk(at.done % stripe_.chunks()).bytes());
@@ -95,7 +95,11 @@ class ForwardRailsRole {
                    : p.node.flag(p.world.local_rank(), p.node.free, p.world.local_rank());
     };
     a.wait_ge_sys_each(int(p.node.spare_slots) * ranks, flag, p.node.progress->pushes, [&](int i) {
-      return WaitInfo{Site::kCloneWeights, p.world.rank_of(p.world.node(), i % ranks), i / ranks};
+      // Who stores it, or, where that is this rank itself, who sends it.
+      const bool own = i % ranks == p.world.local_rank();
+      const int owner = own ? p.owner_of(table_[first + i / ranks].column) : 0;
+      const int late = own ? p.world.rail_peer(owner / ranks) : p.world.rank_of(p.world.node(), i % ranks);
+      return WaitInfo{Site::kCloneWeights, late, i / ranks};
     });
   }
   // This rank's gradients have been read by all that sum them.

@@ -35,7 +35,7 @@ class GatherRailsRole {
                       return moved;
                     });
     if (left || !elected_) return;
-    channels_.end(C::kGradients, ChannelEnd::kFirst);
+    channels_.end(C::kGradients, C::kFirst);
     if (!last_of(a.add_acq_rel_sys(p.through, 1), p.through, channels_.workers())) return;
     const auto flag = [this](int l) { return p.flag(l, p.channels.read(p.world.local_rank())); };
     a.st_release_sys_each(p.world.num_local_ranks, flag, epoch_);
@@ -46,7 +46,7 @@ class GatherRailsRole {
 
   HEP_DEVICE bool step(uint32_t c, const ChannelCursor& at, WaitInfo& waiting) {
     const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint64_t q = *p.count(C::kGradients, ChannelEnd::kFirst, c) + at.done;
+    const uint64_t q = *p.count(C::kGradients, C::kFirst, c) + at.done;
     if (!a.warp_any(elected_ && has_room(c, q))) {
       waiting = {Site::kRailSlotFree, p.world.rail_peer(peer.node), int64_t(q)};
       return false;

@@ -75,8 +75,8 @@ class RailChannels {
     }
   }
   // What is through is counted. By one lane.
-  HEP_DEVICE void end(SpareChannels::Direction d, ChannelEnd end) const {
-    for (uint32_t c = worker_; c < p.channels.number(); c += workers_) *p.count(d, end, c) += get(c).total;
+  HEP_DEVICE void end(SpareChannels::Direction d, SpareChannels::Place place) const {
+    for (uint32_t c = worker_; c < p.channels.number(); c += workers_) *p.count(d, place, c) += get(c).total;
   }
 
  private:

@@ -1,15 +1,12 @@
 // What the kernels that take clones over rails are told. An expert with copies on another node than its owner's goes
 // there once, in as many stripes as a node has ranks: stripe j along the rail of local rank j. The channels
-// (layout/spare_channels.h) of an owner and a node have their experts in the order of the slots that are the first of
-// that node to hold them, each matrix by matrix, in chunks.
+// (layout/spare_channels.h) of an owner and a node have the owner's experts that the node holds, in the owner's order,
+// each matrix by matrix, in chunks.
 #pragma once
 #include "layout/spare_channels.h"
 #include "roles/spare_params.h"
 
 namespace hep {
-
-// Of a rank, and by channel: chunks in the life of the buffer, as each of a channel's ranks counts them.
-enum class ChannelEnd : uint32_t { kFirst, kMiddle, kLast, kEnds };
 
 struct SpareRailParams {
   SpareParams node;  // of this rank's node, but for the plan and the columns, which are the group's
@@ -17,7 +14,7 @@ struct SpareRailParams {
   SpareChannels channels;
   int64_t flags, rings;  // regions, from a rank's receive rows
   uint64_t recv_at;      // of these, in a segment
-  uint64_t* chunks;      // [directions][ends][channels]
+  uint64_t* chunks;      // [directions][places][channels]: in the life of the buffer, as each place counts them
   uint64_t* through;     // warps that have read all gradients that they were to; zero between kernels
 
   HEP_DEVICE int slots_of_node() const { return world.num_local_ranks * int(node.spare_slots); }
@@ -29,8 +26,8 @@ struct SpareRailParams {
   HEP_DEVICE uint32_t channel(int other, int local) const { return channels.channel(world.node(), other, local); }
   // As its other end along the rail, on node `other`, counts it.
   HEP_DEVICE uint32_t channel_there(int other, int local) const { return channels.channel(other, world.node(), local); }
-  HEP_DEVICE uint64_t* count(SpareChannels::Direction d, ChannelEnd end, uint32_t channel) const {
-    return chunks + (uint32_t(d) * uint32_t(ChannelEnd::kEnds) + uint32_t(end)) * channels.number() + channel;
+  HEP_DEVICE uint64_t* count(SpareChannels::Direction d, SpareChannels::Place place, uint32_t channel) const {
+    return chunks + channels.counter(d, place, channel);
   }
   // A flag of a local rank, and the same as the rail takes it.
   HEP_DEVICE uint64_t* flag(int local, uint32_t number) const { return node.flag(local, flags, int(number)); }

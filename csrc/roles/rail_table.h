@@ -25,10 +25,7 @@ class RailTable {
   // By all lanes of a block, which meet. False: one of them has left.
   HEP_DEVICE bool fill() const {
     const int first = a.warp_idx() * A::kLanes + a.lane(), step = a.num_warps() * A::kLanes, n = p.slots_of_node();
-    for (int j = first; j < p.num_slots(); j += step) {
-      const int32_t expert = a.ld_global(p.node.slot_expert + j);
-      a.st_shared(&copies_[j].column, expert < 0 ? -1 : int32_t(a.ld_global(p.node.columns + expert)));
-    }
+    for (int j = first; j < p.num_slots(); j += step) a.st_shared(&copies_[j].column, p.node.column_of(a, j));
     if (!a.block_whole()) return false;
     for (int j = first; j < p.num_slots(); j += step) {
       const int node = p.node_of_slot(j);

@@ -87,7 +87,7 @@ class SpareTable {
     const int before = p.first_rank * p.width(), here = p.world.num_ranks() * p.width();
     for (int j = first; j < p.num_slots(); j += step) {
       int32_t expert = a.ld_global(p.slot_expert + p.first_slot() + j);
-      int32_t column = expert < 0 ? -1 : int32_t(a.ld_global(p.columns + expert)) - before;
+      int32_t column = p.column_of(a, p.first_slot() + j) - before;
       if (column < 0 || column >= here) expert = column = -1;  // another node's: its weights come along a rail
       a.st_shared(&copies_[j].expert, expert);
       a.st_shared(&copies_[j].column, column);

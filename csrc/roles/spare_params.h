@@ -31,6 +31,7 @@ struct SpareParams {
   int32_t first_rank;  // of it, in the group; the plan and the columns are the group's
   SpareProgress* progress;
   uint32_t spare_slots, num_owners, num_matrices;
+  uint32_t num_experts;  // of the group; where no host looks at a plan, what is none of them is an empty slot
   uint32_t chunk_bytes;  // of a stage, a multiple of 16
   SpareMatrix matrices[SpareShape::kMostMatrices];
   const int32_t* slot_expert;  // [R][S] of the plan, -1: empty
@@ -51,6 +52,12 @@ struct SpareParams {
 
   HEP_DEVICE int num_slots() const { return world.num_ranks() * int(spare_slots); }
   HEP_DEVICE int first_slot() const { return first_rank * int(spare_slots); }
+  // Of the owner of what slot j of the group holds; -1: empty.
+  template <class A>
+  HEP_DEVICE int32_t column_of(A& a, int j) const {
+    const uint32_t expert = uint32_t(a.ld_global(slot_expert + j));
+    return expert < num_experts ? int32_t(a.ld_global(columns + expert)) : -1;
+  }
   HEP_DEVICE int name(int rank) const { return first_rank + rank; }  // as the group counts
   HEP_DEVICE int rank_of(int slot) const { return slot / int(spare_slots); }
   HEP_DEVICE unsigned char* at(int rank, int64_t region) const {

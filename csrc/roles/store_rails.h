@@ -27,13 +27,13 @@ class StoreRailsRole {
     channels_.begin_here(table_, stripe_);
     channels_.serve([](const ChannelCursor& at) { return at.done == at.total; },
                     [this](uint32_t c, const ChannelCursor& at, WaitInfo& waiting) { return chunk(c, at, waiting); });
-    channels_.end(C::kWeights, ChannelEnd::kLast);
+    channels_.end(C::kWeights, C::kLast);
   }
 
  private:
   HEP_DEVICE bool chunk(uint32_t c, ChannelCursor at, WaitInfo& waiting) {
     const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint64_t q = *p.count(C::kWeights, ChannelEnd::kLast, c) + at.done;
+    const uint64_t q = *p.count(C::kWeights, C::kLast, c) + at.done;
     const uint32_t full = p.channels.flag(C::kWeights, c, C::kRailFull + uint32_t(q % C::kSlots));
     if (!net.test_signal(a, p.own_flag(full), q + 1)) {
       waiting = {Site::kCloneWeights, p.world.rail_peer(peer.node), int64_t(q)};

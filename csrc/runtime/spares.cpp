@@ -30,6 +30,7 @@ SpareParams Engine::spare_params(const SpareCall& c) const {
   p.spare_slots = s.spare_slots;
   p.num_owners = s.num_owners;
   p.num_matrices = s.num_matrices;
+  p.num_experts = uint32_t(world_.num_ranks()) * s.num_owners;
   for (uint32_t m = 0; m < s.num_matrices; ++m)
     p.matrices[m] = {s.elements[m] * s.element_bytes, s.weights_at(m), s.elements[m], s.gradients_at(m)};
   p.chunk_bytes = c.chunk_bytes;

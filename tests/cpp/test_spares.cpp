@@ -94,6 +94,25 @@ TEST(a_rank_that_is_not_there_ends_all_that_wait_for_its_chunks) {
     CHECK(failed.find("waited 0.3 s in role push_weights") != std::string::npos);
   }
 }
+// Also where its chunks are more than a ring has slots, so that who sends waits, too.
+TEST(of_two_ranks_on_two_nodes_each_names_the_other) {
+  for (const int dead : {0, 1}) {
+    Case c = random_case(5, "host", 2);
+    c.num_nodes = c.num_ranks = 2;
+    c.shape = {.spare_slots = 1, .num_owners = 1, .element_bytes = 2, .num_matrices = 1, .elements = {640}};
+    c.shape.rail_chunk_bytes = 48;
+    c.timeout_s = 0.3;
+    c.dead = dead;
+    Step step;
+    for (int e = 0; e < 2; ++e) step.columns.push_back(e * c.width());
+    step.slot_expert = {-1, 0};  // rank 1 holds a clone of rank 0's expert
+    step.num_blocks = {1, 1};
+    c.steps = {step, step};
+    const std::string failed = run(c), other = "rank " + std::to_string(1 - dead),
+                      gone = "rank " + std::to_string(dead);
+    CHECK(failed.starts_with(other) && failed.find(" from " + gone) != std::string::npos);
+  }
+}
 TEST(shapes_that_no_kernel_could_fill_are_refused) {
   BufferShape shape;
   shape.num_local_ranks = 2, shape.num_experts = 2;

@@ -363,15 +363,16 @@ def _work(timeout_s: float, few: bool):
 
 
 def _push(timeout_s: float) -> None:
-    """Three ranks that push weights and bring gradients home, a layer after the other with no wait of the host."""
+    """Three ranks, on one node and on three, push weights and bring gradients home, layer after layer with no wait of
+    the host."""
     import torch
     from test_weight_pushes import Layers, idle, on_gpu
 
     meet = threading.Barrier(3)
 
-    def work(rank, slots, spare):
-        layers = Layers(slots, rank, 3, spare, 2)
-        if spare == 1:  # one slot, filled by two owners in turn, whom nothing else orders
+    def work(rank, slots, spare, per_node):
+        layers = Layers(slots, rank, 3, spare, 2, per_node=per_node)
+        if spare == 1 and per_node == 3:  # one slot, filled by two owners in turn, whom nothing else orders
             for owner, plan, there, owners in zip((1, 2), layers.plans, layers.on_device, layers.owners, strict=True):
                 plan.fill_(-1)[0, 0] = owners.experts_of(owner)[0]
                 there.copy_(plan)
@@ -382,19 +383,9 @@ def _push(timeout_s: float) -> None:
         idle()
         layers.check(2)
 
-    for spare in (1, 2):
-        on_gpu(3, spare, 2, functools.partial(work, spare=spare), torch.float32, num_blocks=2, timeout_s=timeout_s)
-
-    def between(rank, slots):
-        layers = Layers(slots, rank, 3, 1, 2, per_node=1)
-        for _ in range(2):
-            idle()
-            meet.wait(timeout_s)
-            layers.launch()
-        idle()
-        layers.check(2)
-
-    on_gpu(3, 1, 2, between, torch.float32, num_nodes=3, num_blocks=1, timeout_s=timeout_s)
+    for spare, nodes, blocks in ((1, 1, 2), (2, 1, 2), (1, 3, 1)):
+        run = functools.partial(work, spare=spare, per_node=3 // nodes)
+        on_gpu(3, spare, 2, run, torch.float32, num_nodes=nodes, num_blocks=blocks, timeout_s=timeout_s)
 
 
 def _travel(timeout_s: float) -> None:

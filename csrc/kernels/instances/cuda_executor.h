@@ -286,7 +286,7 @@ class CudaExecutor final : public Executor {
   }
   void collect_rails(const SpareRailParams& params, const LaunchSettings& s) override {
     SpareRailParams p = params;
-    const uint64_t shared = rail_smem<CudaArch>(p).bytes;
+    const uint64_t shared = rail_smem_bytes<CudaArch>(p);
     launch<SpareRailParams>(collect_rails_entry<Net>, p, s, s.num_blocks, kThreads<kRailWarps<CudaArch>>, shared);
   }
 
@@ -312,8 +312,7 @@ class CudaExecutor final : public Executor {
     cuda::check(cudaGetDevice(&device), "the current device");
     cuda::check(cudaDeviceGetAttribute(&order, cudaDevAttrGPUDirectRDMAWritesOrdering, device), "order of RDMA writes");
     if (order < cudaGPUDirectRDMAWritesOrderingAllDevices)
-      throw std::invalid_argument("spares: another GPU of the node reads gradients that a NIC brought, and device " +
-                                  std::to_string(device) + " orders RDMA writes for itself alone; push by torch");
+      throw std::invalid_argument("spares: clones_within_node=True, for this GPU orders RDMA writes for itself alone");
   }
   void require_slots(const SpareParams& p, int ranks, uint64_t shared) const {
     if (shared > uint64_t(budget_))

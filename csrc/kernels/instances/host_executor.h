@@ -79,7 +79,7 @@ class HostExecutor final : public Executor {
            [&](A& a, std::byte* smem) { push_rails_kernel<A, Net>(a, net_, p, smem); });
   }
   void collect_rails(const SpareRailParams& p, const LaunchSettings& s) override {
-    launch(s, s.num_blocks, kRailWarps<A>, rail_smem<A>(p).bytes,
+    launch(s, s.num_blocks, kRailWarps<A>, rail_smem_bytes<A>(p),
            [&](A& a, std::byte* smem) { collect_rails_kernel<A, Net>(a, net_, p, smem); });
   }
 

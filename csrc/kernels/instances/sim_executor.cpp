@@ -148,7 +148,7 @@ void SimExecutor::push_rails(const SpareRailParams& params, const LaunchSettings
 
 void SimExecutor::collect_rails(const SpareRailParams& p, const LaunchSettings& s) {
   add_spares(p.node, 4, Use::kMetadata);
-  launch("collect_rails", s.num_blocks, kRailWarps<SimArch>, rail_smem<SimArch>(p).bytes, {},
+  launch("collect_rails", s.num_blocks, kRailWarps<SimArch>, rail_smem_bytes<SimArch>(p), {},
          [&](SimArch& a, SimTransport& net, std::byte* smem) {
            collect_rails_kernel<SimArch, SimTransport>(a, net, p, smem);
          });
