@@ -18,7 +18,7 @@ _PURPOSES = {
     "receive_rows": "metadata; partial sums of combine; rows without room in the arena, copied once more",
     "spare_weights": "weights of clones, a stack of spare slots for every matrix of an expert",
     "spare_gradients": "their gradients in fp32",
-    "spare_channel_rings": "chunks of both on their way along rails, four a channel, direction and end",
+    "spare_channel_rings": "chunks of both on their way along rails, 4 to 64 a channel, direction and end",
     "arena": "results, where rows land to stay",
 }
 

@@ -19,14 +19,18 @@ template <Arch A>
 inline constexpr int kRailEndWarps = (kRailWarps<A> - 1) / 2;
 inline constexpr uint32_t kLeastRailStage = 1024;
 
-// Shared memory of a block: the table of copies, cursors of the channels for each place, the stages of a push.
+// Shared memory of a block: the table of copies, what goes through the channels, each warp's cursors; stages of a push.
 template <Arch A>
-HEP_HOST_DEVICE uint64_t rail_cursors_at(const SpareRailParams& p, uint32_t place) {
-  return RailTable<A>::bytes(p) + place * RailChannels<A>::bytes(p);
+HEP_HOST_DEVICE uint64_t rail_facts_at(const SpareRailParams& p) {
+  return RailTable<A>::bytes(p);
+}
+template <Arch A>
+HEP_HOST_DEVICE uint64_t rail_cursors_at(const SpareRailParams& p, uint32_t warp) {
+  return rail_facts_at<A>(p) + RailFacts<A>::bytes(p) + warp * RailChannels<A>::bytes(p);
 }
 template <Arch A>
 HEP_HOST_DEVICE uint64_t rail_smem_bytes(const SpareRailParams& p) {  // without stages
-  return rail_cursors_at<A>(p, SpareChannels::kPlaces);
+  return rail_cursors_at<A>(p, kRailWarps<A>);
 }
 
 // The parameters that follow from the others: stages that fit into the budget beside the table. Returns the bytes of
@@ -46,23 +50,35 @@ inline uint64_t plan_push_rails(SpareRailParams& p, uint64_t budget) {
 // What a warp knows when its role begins.
 template <Arch A>
 struct RailWarp {
-  SpareChannels::Place place;
+  using C = SpareChannels;
+
+  C::Place place;
   RailTable<A> table;
+  RailFacts<A> facts;
   RailChannels<A> channels;
 
-  HEP_DEVICE RailWarp(A& a, const SpareRailParams& p, std::byte* smem)
-      : place(place_of(a)), table(a, p, smem), channels(channels_of(a, p, smem, place)) {}
+  HEP_DEVICE RailWarp(A& a, const SpareRailParams& p, C::Direction d, std::byte* smem)
+      : place(place_of(a)),
+        table(a, p, smem),
+        facts(a, p, d, smem + rail_facts_at<A>(p)),
+        channels(a, p, table, facts, d, place, worker_of(a, p, place),
+                 smem + rail_cursors_at<A>(p, uint32_t(a.warp_idx()))) {}
+  RailWarp(const RailWarp&) = delete;
+  HEP_DEVICE bool fill() const { return table.fill() && facts.fill(table); }
 
  private:
-  HEP_DEVICE static SpareChannels::Place place_of(A& a) {
+  HEP_DEVICE static C::Place place_of(A& a) {
     const int warp = a.warp_idx();
-    return warp == 0 ? SpareChannels::kMiddle : warp % 2 ? SpareChannels::kFirst : SpareChannels::kLast;
+    return warp == 0 ? C::kMiddle : warp % 2 ? C::kFirst : C::kLast;
   }
-  HEP_DEVICE static RailChannels<A> channels_of(A& a, const SpareRailParams& p, std::byte* smem,
-                                                SpareChannels::Place place) {
-    const uint32_t block = uint32_t(a.block_idx()), of_block = place == SpareChannels::kMiddle ? 1 : kRailEndWarps<A>;
-    const uint32_t number = place == SpareChannels::kMiddle ? 0 : uint32_t(a.warp_idx() - 1) / 2;
-    return {a, p, smem + rail_cursors_at<A>(p, place), block * of_block + number, uint32_t(a.num_blocks()) * of_block};
+  // Of a channel's chunks no more are on their way than a ring has slots: as many warps are a group at its ends. In the
+  // middle four lanes post faster than a NIC takes chunks.
+  HEP_DEVICE static RailWorker worker_of(A& a, const SpareRailParams& p, C::Place place) {
+    const uint32_t block = uint32_t(a.block_idx()), blocks = uint32_t(a.num_blocks()), ends = kRailEndWarps<A>;
+    const bool middle = place == C::kMiddle;
+    const uint32_t workers = middle ? blocks : blocks * ends, number = uint32_t(a.warp_idx() - 1) / 2;
+    const uint32_t groups = workers / (middle ? 4 : p.channels.slots), most = p.channels.number();
+    return {middle ? block : block * ends + number, workers, groups < 1 ? 1 : groups < most ? groups : most};
   }
 };
 
@@ -70,11 +86,11 @@ template <Arch A, Transport<A> Net>
 HEP_DEVICE void push_rails_kernel(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   a.set_role(Role::kPushWeights);
-  const RailWarp<A> warp(a, p, smem);
+  const RailWarp<A> warp(a, p, SpareChannels::kWeights, smem);
   const bool middle = warp.place == SpareChannels::kMiddle;
   const StageFifo<A, SpareHead> fifo(smem + uint64_t(middle ? 0 : a.warp_idx() - 1) * p.node.fifo_stride, p.node.fifo);
   if (!middle && a.lane() == 0) fifo.init(a, 1);
-  if (!warp.table.fill() || !a.elect_one()) return;
+  if (!warp.fill() || !a.elect_one()) return;
   if (middle)
     ForwardRailsRole<A, Net, SpareChannels::kWeights>(a, net, p, warp.table, warp.channels).run();
   else if (warp.place == SpareChannels::kFirst)
@@ -87,8 +103,8 @@ template <Arch A, Transport<A> Net>
 HEP_DEVICE void collect_rails_kernel(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   a.set_role(Role::kCollectGradients);
-  const RailWarp<A> warp(a, p, smem);
-  if (!warp.table.fill()) return;
+  const RailWarp<A> warp(a, p, SpareChannels::kGradients, smem);
+  if (!warp.fill()) return;
   if (warp.place == SpareChannels::kFirst)
     GatherRailsRole<A, Net>(a, net, p, warp.table, warp.channels).run();
   else if (warp.place == SpareChannels::kLast)

@@ -1,6 +1,7 @@
 // The registered buffer of one rank: which region lies where. Every rank has the same layout, so an offset
 // means the same thing everywhere. Sizes are computed here once, for C++ and Python alike.
 #pragma once
+#include <bit>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -61,6 +62,7 @@ struct BufferShape {
       if (!ok) throw std::invalid_argument(std::string("BufferShape: spares: ") + what);
     };
     need(spares.rail_chunk_bytes % 16 == 0, "rail_chunk_bytes must be a multiple of 16");
+    need(spares.rail_slots == 0 || std::has_single_bit(spares.rail_slots), "rail_slots must be a power of two");
     need(spares.num_owners >= 1, "num_owners must be at least 1");
     need(spares.element_bytes == 2 || spares.element_bytes == 4, "element_bytes must be 2 or 4");
     need(spares.num_matrices >= 1 && spares.num_matrices <= SpareShape::kMostMatrices,

@@ -95,39 +95,21 @@ class AddGradientsRole {
     const bool whole = reinterpret_cast<uint64_t>(to) % sizeof(Vec16) == 0;
     for (uint64_t i = part.begin + lane; i < part.end; i += kVectors * width) {
       Vec16 total[kVectors]{};
-      for (int j = first; j >= 0;) {
-        Vec16 v[kCopies][kVectors];
-        const bool begins = j == first;
-        int found = 0;
-        HEP_UNROLL
-        for (int u = 0; u < kCopies; ++u) {
-          if (j < 0) continue;
-          const auto* const from = reinterpret_cast<const Vec16*>(p.gradients_of(j, m));
-          HEP_UNROLL
-          for (int w = 0; w < kVectors; ++w) {
-            const uint64_t at = i + uint64_t(w) * width;
-            v[u][w] = a.ld_global(from + (at < part.end ? at : i));
-          }
-          found = u + 1;
-          j = all ? table_.next(j) : -1;
-        }
-        HEP_UNROLL
-        for (int u = 0; u < kCopies; ++u) {
-          if (u >= found) continue;
-          HEP_UNROLL
-          for (int w = 0; w < kVectors; ++w) total[w] = begins && u == 0 ? v[u][w] : sum_of(total[w], v[u][w]);
-        }
+      const auto at = [&](int w) { return i + uint64_t(w) * width; };
+      sum_copies<kCopies>(
+          a, total, first, [&](int j) { return all ? table_.next(j) : -1; },
+          [&](int j) { return reinterpret_cast<const Vec16*>(p.gradients_of(j, m)); },
+          [&](int w) { return at(w) < part.end ? at(w) : i; });
+      if (adds) {
+        add_to_sums(a, total, [&](int w) { return at(w) < part.end ? to + 4 * at(w) : nullptr; }, whole);
+        continue;
       }
       HEP_UNROLL
       for (int w = 0; w < kVectors; ++w)
-        if (const uint64_t at = i + uint64_t(w) * width; at < part.end) {
-          if (adds)
-            add_to_sum(a, to + 4 * at, total[w], whole);
-          else
-            a.st_global(reinterpret_cast<Vec16*>(to + 4 * at), total[w]);
-        }
+        if (at(w) < part.end) a.st_global(reinterpret_cast<Vec16*>(to + 4 * at(w)), total[w]);
     }
   }
+
   A& a;
   const SpareParams& p;
   const SpareTable<A>& table_;

@@ -16,17 +16,17 @@ class FeedRailsRole {
       : a(arch), p(params), table_(table), channels_(channels), copy_(arch, fifo) {}
 
   HEP_DEVICE void run() {
-    for (uint32_t c = channels_.worker(); c < p.channels.number(); c += channels_.workers())
-      channels_.begin_own(table_, C::kWeights, c);
-    channels_.serve([](const ChannelCursor& at) { return at.done == at.total; },
-                    [this](uint32_t c, const ChannelCursor& at, WaitInfo& waiting) { return chunk(c, at, waiting); });
-    channels_.end(C::kWeights, C::kFirst);
+    channels_.begin();
+    channels_.serve([](const ChannelCursor& c) { return c.done >= c.total; },
+                    [this](uint32_t i, const ChannelCursor& c, WaitInfo& waiting) { return chunk(i, c, waiting); });
+    channels_.end();
   }
 
  private:
-  HEP_DEVICE bool chunk(uint32_t c, ChannelCursor at, WaitInfo& waiting) {
+  HEP_DEVICE bool chunk(uint32_t i, const ChannelCursor& at, WaitInfo& waiting) {
+    const uint32_t c = uint32_t(at.channel);
     const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint64_t q = *p.count(C::kWeights, C::kFirst, c) + at.done;
+    const uint64_t q = channels_.facts(c).before + at.done;
     if (!has_room(c, q)) {  // who passes it on, or, where that is this rank itself, who stores it
       const bool own = peer.local == p.world.local_rank();
       const int late = own ? p.world.rail_peer(peer.node) : p.world.rank_of(p.world.node(), peer.local);
@@ -35,20 +35,19 @@ class FeedRailsRole {
     }
     const SpareStripe stripe(p, peer.local, C::kWeights);
     const SpareStripe::Chunk chunk = stripe.chunk(at.done % stripe.chunks());
-    const uint32_t owned = uint32_t(table_[at.slot].column % p.node.width());
+    const uint32_t owned = uint32_t(table_[at.at].column % p.node.width());
     const uint32_t there = p.channel(peer.node, p.world.local_rank());
     const uint64_t from = a.ld_global(p.node.experts + uint64_t(owned) * p.node.num_matrices + chunk.matrix);
     unsigned char* const to = p.ring(peer.local, C::kWeights, C::kBefore, there, q);
     copy_.run(reinterpret_cast<const unsigned char*>(from) + uint64_t(chunk.begin) * sizeof(Vec16), chunk.bytes(),
               [&](const unsigned char* stage, uint32_t offset, uint32_t n) { a.bulk_s2g(to + offset, stage, n); });
-    a.st_release_sys(p.flag(peer.local, p.channels.flag(C::kWeights, there, C::kNodeFull)), q + 1);
-    if (++at.done % stripe.chunks() == 0) at.slot = table_.lead(p.world.rank, peer.node, at.slot);
-    channels_.set(c, at);
+    a.st_release_sys(p.flag(peer.local, p.channels.flag(C::kWeights, there, C::kNodeFull, q)), q + 1);
+    channels_.pass(i, at);
     return true;
   }
   HEP_DEVICE bool has_room(uint32_t c, uint64_t q) {
-    if (q < C::kSlots || injected(Bug::kChunkFedUnasked)) return true;
-    return a.ld_acquire_sys(p.own_flag(p.channels.flag(C::kWeights, c, C::kNodeFree))) >= q + 1 - C::kSlots;
+    if (q < p.channels.slots || injected(Bug::kChunkFedUnasked)) return true;
+    return a.ld_acquire_sys(p.own_flag(p.channels.flag(C::kWeights, c, C::kNodeFree, q))) >= q + 1 - p.channels.slots;
   }
 
   A& a;

@@ -1,7 +1,7 @@
 // The middle of the channels, at the rail's end where the owners are. It moves no bytes itself: weights that an owner
 // has put into this rank's ring are put along the rail, out of it; of gradients that came along the rail the owner is
-// told, who reads them here. What the last end is done with goes back the other way. By one lane of a warp; the grid's
-// first also waits for what this rank must not leave without.
+// told, who reads them here. What the last end is done with goes back the other way. Chunks pass in any order, for each
+// has its place and flags. By one lane of a warp; the first of the grid also waits for what it may not leave without.
 #pragma once
 #include "roles/rail_channels.h"
 #include "transport/concept.h"
@@ -23,11 +23,11 @@ class ForwardRailsRole {
         stripe_(params, params.world.local_rank(), kDirection) {}
 
   HEP_DEVICE void run() {
-    channels_.begin_there(table_, stripe_);
-    channels_.serve([](const ChannelCursor& at) { return at.credited == at.total; },
-                    [this](uint32_t c, const ChannelCursor& at, WaitInfo& waiting) { return step(c, at, waiting); });
-    channels_.end(kDirection, C::kMiddle);
-    if (channels_.worker()) return;
+    channels_.begin();
+    channels_.serve([](const ChannelCursor& c) { return uint32_t(c.at) >= c.total; },
+                    [this](uint32_t i, const ChannelCursor& c, WaitInfo& waiting) { return step(i, c, waiting); });
+    channels_.end();
+    if (channels_.worker().number) return;
     if constexpr (kPush)
       await_slots();
     else
@@ -37,51 +37,55 @@ class ForwardRailsRole {
  private:
   static constexpr bool kPush = kDirection == C::kWeights;
 
-  HEP_DEVICE bool step(uint32_t c, ChannelCursor at, WaitInfo& waiting) {
+  HEP_DEVICE bool step(uint32_t i, const ChannelCursor& at, WaitInfo& waiting) {
+    const uint32_t c = uint32_t(at.channel), credited = uint32_t(at.at);
     const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint64_t base = *p.count(kDirection, C::kMiddle, c), q = base + at.done, behind = base + at.credited;
-    const bool comes = at.done < at.total && has_come(c, q), goes = at.done > at.credited && is_done_with(c, behind);
+    const uint64_t base = channels_.facts(c).before, q = base + at.done, behind = base + credited;
+    const bool comes = at.done < at.total && has_come(c, q), goes = at.done > credited && is_done_with(c, behind);
     if (goes) give_back(peer, behind);
     if (comes) hand_on(c, peer, q, stripe_.chunk(at.done % stripe_.chunks()).bytes());
     // With all places taken, or all handed on, it is the last end that is late; else the first.
-    const bool lacks = at.done < at.total && at.done - at.credited < C::kSlots, near = lacks == kPush;
-    at.credited += goes;
-    at.done += comes;
-    channels_.set(c, at);
-    if (comes || goes) return true;
+    const bool lacks = at.done < at.total && at.done - credited < p.channels.slots, near = lacks == kPush;
+    if (comes || goes) {
+      const uint32_t step = channels_.members();
+      channels_.set(i, {at.channel, at.done + comes * step, at.total, int32_t(credited + goes * step)});
+      return true;
+    }
     waiting = {kPush ? Site::kCloneWeights : Site::kCloneGradients,
                near ? p.world.rank_of(p.world.node(), peer.local) : p.world.rail_peer(peer.node),
                int64_t(lacks ? q : behind)};
     return false;
   }
   HEP_DEVICE bool has_come(uint32_t c, uint64_t q) {
-    if constexpr (kPush) return a.ld_acquire_sys(own(c, C::kNodeFull)) > q;
-    return net.test_signal(a, own(c, C::kRailFull + uint32_t(q % C::kSlots)), q + 1);
+    if constexpr (kPush) return a.ld_acquire_sys(own(c, C::kNodeFull, q)) > q;
+    return net.test_signal(a, own(c, C::kRailFull, q), q + 1);
   }
   HEP_DEVICE bool is_done_with(uint32_t c, uint64_t q) {
-    if constexpr (kPush) return net.test_signal(a, own(c, C::kRailFree + uint32_t(q % C::kSlots)), q + 1);
-    return a.ld_acquire_sys(own(c, C::kNodeFree)) > q;
+    if constexpr (kPush) return net.test_signal(a, own(c, C::kRailFree, q), q + 1);
+    return a.ld_acquire_sys(own(c, C::kNodeFree, q)) > q;
   }
   HEP_DEVICE void give_back(const ChannelPeer& peer, uint64_t q) {
     if constexpr (kPush)
-      a.st_release_sys(of_owner(peer, C::kNodeFree), q + 1);
+      a.st_release_sys(of_owner(peer, C::kNodeFree, q), q + 1);
     else
-      net.signal(a, peer.node, there(peer, C::kRailFree + uint32_t(q % C::kSlots)), q + 1);
+      net.signal(a, peer.node, there(peer, C::kRailFree, q), q + 1);
   }
   HEP_DEVICE void hand_on(uint32_t c, const ChannelPeer& peer, uint64_t q, uint32_t bytes) {
     if constexpr (kPush)
       net.put_signal(a, peer.node, p.ring_there(C::kWeights, p.channel_there(peer.node, peer.local), q),
-                     p.ring(p.world.local_rank(), C::kWeights, C::kBefore, c, q), bytes,
-                     there(peer, C::kRailFull + uint32_t(q % C::kSlots)), q + 1);
+                     p.ring(p.world.local_rank(), C::kWeights, C::kBefore, c, q), bytes, there(peer, C::kRailFull, q),
+                     q + 1);
     else
-      a.st_release_sys(of_owner(peer, C::kNodeFull), q + 1);
+      a.st_release_sys(of_owner(peer, C::kNodeFull, q), q + 1);
   }
-  HEP_DEVICE uint64_t* own(uint32_t c, uint32_t flag) const { return p.own_flag(p.channels.flag(kDirection, c, flag)); }
-  HEP_DEVICE uint64_t* of_owner(const ChannelPeer& peer, uint32_t flag) const {
-    return p.flag(peer.local, p.channels.flag(kDirection, p.channel(peer.node, p.world.local_rank()), flag));
+  HEP_DEVICE uint64_t* own(uint32_t c, C::Flag flag, uint64_t q) const {
+    return p.own_flag(p.channels.flag(kDirection, c, flag, q));
   }
-  HEP_DEVICE uint64_t there(const ChannelPeer& peer, uint32_t flag) const {
-    return p.flag_there(p.channels.flag(kDirection, p.channel_there(peer.node, peer.local), flag));
+  HEP_DEVICE uint64_t* of_owner(const ChannelPeer& peer, C::Flag flag, uint64_t q) const {
+    return p.flag(peer.local, p.channels.flag(kDirection, p.channel(peer.node, p.world.local_rank()), flag, q));
+  }
+  HEP_DEVICE uint64_t there(const ChannelPeer& peer, C::Flag flag, uint64_t q) const {
+    return p.flag_there(p.channels.flag(kDirection, p.channel_there(peer.node, peer.local), flag, q));
   }
 
   // The stripes of this rank's own clones, by slot and the local rank that stores them. Of others it has a flag that is

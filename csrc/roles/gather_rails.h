@@ -1,7 +1,6 @@
 // The first end of the channels of gradients, on the clones' node: this rank's stripe of the sum of an expert's copies
 // on the node, in the order of their slots, chunk by chunk into a ring and along the rail. By all lanes of a warp.
 #pragma once
-#include "pipeline/node_gate.h"
 #include "roles/rail_channels.h"
 #include "roles/vector_sum.h"
 #include "transport/concept.h"
@@ -25,55 +24,52 @@ class GatherRailsRole {
         elected_(arch.elect_one()) {}
 
   HEP_DEVICE void run() {
-    if (elected_) channels_.begin_here(table_, stripe_);
+    if (elected_) channels_.begin();
     if (!a.warp_whole()) return;
     bool left = false;  // a lane, in a wait
-    channels_.serve([&](const ChannelCursor& at) { return left || at.done == at.total; },
-                    [&](uint32_t c, const ChannelCursor& at, WaitInfo& waiting) {
-                      const bool moved = step(c, at, waiting);
+    channels_.serve([&](const ChannelCursor& c) { return left || c.done >= c.total; },
+                    [&](uint32_t i, const ChannelCursor& c, WaitInfo& waiting) {
+                      const bool moved = step(i, c, waiting);
                       left = !a.warp_whole();
                       return moved;
                     });
-    if (left || !elected_) return;
-    channels_.end(C::kGradients, C::kFirst);
-    if (!last_of(a.add_acq_rel_sys(p.through, 1), p.through, channels_.workers())) return;
+    if (left || !elected_ || !channels_.end()) return;
     const auto flag = [this](int l) { return p.flag(l, p.channels.read(p.world.local_rank())); };
     a.st_release_sys_each(p.world.num_local_ranks, flag, epoch_);
   }
 
  private:
-  static constexpr int kVectors = A::kLanes < 32 ? 1 : 4;  // that a lane reads together
+  // Copies, and vectors of each, that a lane reads together.
+  static constexpr int kCopies = A::kLanes < 32 ? 1 : 4, kVectors = A::kLanes < 32 ? 1 : 8;
 
-  HEP_DEVICE bool step(uint32_t c, const ChannelCursor& at, WaitInfo& waiting) {
+  HEP_DEVICE bool step(uint32_t i, const ChannelCursor& at, WaitInfo& waiting) {
+    const uint32_t c = uint32_t(at.channel);
     const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint64_t q = *p.count(C::kGradients, C::kFirst, c) + at.done;
+    const uint64_t q = channels_.facts(c).before + at.done;
     if (!a.warp_any(elected_ && has_room(c, q))) {
       waiting = {Site::kRailSlotFree, p.world.rail_peer(peer.node), int64_t(q)};
       return false;
     }
-    const bool begins = at.done % stripe_.chunks() == 0;
-    if (begins && elected_) await_copies(at.slot);
+    if (elected_ && channels_.begins_expert(at)) await_copies(at.at);
     if (!a.warp_whole()) return true;
     unsigned char* const to = p.ring(p.world.local_rank(), C::kGradients, C::kBefore, c, q);
     const SpareStripe::Chunk chunk = stripe_.chunk(at.done % stripe_.chunks());
-    fold(chunk, at.slot, reinterpret_cast<Vec16*>(to));
+    fold(chunk, at.at, reinterpret_cast<Vec16*>(to));
     a.warp_sync();  // what all lanes have stored, one sends
-    if (elected_) send(c, peer, q, at, to, chunk.bytes());
+    if (elected_) {
+      send(peer, q, to, chunk.bytes());
+      channels_.pass(i, at);
+    }
     return true;
   }
   HEP_DEVICE bool has_room(uint32_t c, uint64_t q) {
-    if (q < C::kSlots || injected(Bug::kChunkFedUnasked)) return true;
-    const uint32_t free = p.channels.flag(C::kGradients, c, C::kRailFree + uint32_t(q % C::kSlots));
-    return net.test_signal(a, p.own_flag(free), q + 1 - C::kSlots);
+    if (q < p.channels.slots || injected(Bug::kChunkFedUnasked)) return true;
+    return net.test_signal(a, p.own_flag(p.channels.flag(C::kGradients, c, C::kRailFree, q)), q + 1 - p.channels.slots);
   }
-  HEP_DEVICE void send(uint32_t c, const ChannelPeer& peer, uint64_t q, ChannelCursor at, const unsigned char* from,
-                       uint32_t bytes) {
+  HEP_DEVICE void send(const ChannelPeer& peer, uint64_t q, const unsigned char* from, uint32_t bytes) {
     const uint32_t there = p.channel_there(peer.node, peer.local);
     net.put_signal(a, peer.node, p.ring_there(C::kGradients, there, q), from, bytes,
-                   p.flag_there(p.channels.flag(C::kGradients, there, C::kRailFull + uint32_t(q % C::kSlots))), q + 1);
-    if (++at.done % stripe_.chunks() == 0)
-      at.slot = table_.lead(p.world.rank_of(peer.node, peer.local), p.world.node(), at.slot);
-    channels_.set(c, at);
+                   p.flag_there(p.channels.flag(C::kGradients, there, C::kRailFull, q)), q + 1);
   }
   HEP_DEVICE void await_copies(int lead) {
     if (injected(Bug::kCloneGradientsUnawaited)) return;
@@ -86,23 +82,17 @@ class GatherRailsRole {
   }
   // The sum of the copies from slot `first` on.
   HEP_DEVICE void fold(const SpareStripe::Chunk& chunk, int first, Vec16* to) {
+    const auto next = [this](int j) { return injected(Bug::kOneCopyOfANode) ? -1 : table_[j].next; };
+    const auto source = [&](int j) {
+      return reinterpret_cast<const Vec16*>(p.node.gradients_of(j - p.world.node() * p.slots_of_node(), chunk.matrix));
+    };
     for (uint32_t i = chunk.begin + uint32_t(a.lane()); i < chunk.end; i += A::kLanes * kVectors) {
       Vec16 total[kVectors]{};
-      for (int j = first; j >= 0; j = injected(Bug::kOneCopyOfANode) ? -1 : table_[j].next) {
-        const auto* const from =
-            reinterpret_cast<const Vec16*>(p.node.gradients_of(j - p.world.node() * p.slots_of_node(), chunk.matrix));
-        HEP_UNROLL
-        for (int w = 0; w < kVectors; ++w) {
-          const uint32_t at = i + uint32_t(w) * A::kLanes;
-          if (at >= chunk.end) continue;
-          const Vec16 v = a.ld_global(from + at);
-          total[w] = j == first ? v : sum_of(total[w], v);
-        }
-      }
+      const auto at = [&](int w) { return i + uint32_t(w) * A::kLanes; };
+      sum_copies<kCopies>(a, total, first, next, source, [&](int w) { return at(w) < chunk.end ? at(w) : i; });
       HEP_UNROLL
       for (int w = 0; w < kVectors; ++w)
-        if (const uint32_t at = i + uint32_t(w) * A::kLanes; at < chunk.end)
-          a.st_global(to + (at - chunk.begin), total[w]);
+        if (at(w) < chunk.end) a.st_global(to + (at(w) - chunk.begin), total[w]);
     }
   }
 

@@ -1,69 +1,77 @@
 // The channels that a warp serves, as they can move: one that has to wait never holds up another, or ranks could wait
-// for each other in a ring. Where each of them is, is in shared memory.
+// for each other in a ring. Of a channel's chunks each warp of a group has every so many-th. Where a warp is in each of
+// its channels, is in shared memory.
 #pragma once
-#include "roles/rail_stripe.h"
-#include "roles/rail_table.h"
+#include "pipeline/node_gate.h"
+#include "roles/rail_facts.h"
 
 namespace hep {
 
 struct alignas(16) ChannelCursor {
-  uint32_t done, credited, total;  // chunks
-  int32_t slot;                    // the copy that it is at, where that is of this node
+  int32_t channel;       // -1: behind the last
+  uint32_t done, total;  // chunks: the next that is this warp's, of all that go through
+  // At an end: the slot that leads with that chunk's expert. In the middle: this warp's next chunk to be given back.
+  int32_t at;
 };
 
-// worker: of so many warps of the grid that have the role.
+// Which of the grid's warps with the same place in the channels this one is, and in how many groups they share those.
+struct RailWorker {
+  uint32_t number, of, groups;
+};
+
 template <Arch A>
 class RailChannels {
  public:
-  HEP_DEVICE RailChannels(A& arch, const SpareRailParams& params, std::byte* smem, uint32_t worker, uint32_t workers)
-      : a(arch), p(params), at_(reinterpret_cast<Vec16*>(smem)), worker_(worker), workers_(workers) {}
+  using C = SpareChannels;
+
+  HEP_DEVICE RailChannels(A& arch, const SpareRailParams& params, const RailTable<A>& table, const RailFacts<A>& facts,
+                          C::Direction direction, C::Place place, const RailWorker& worker, std::byte* smem)
+      : a(arch),
+        p(params),
+        table_(table),
+        facts_(facts),
+        direction_(direction),
+        place_(place),
+        worker_(worker),
+        members_((worker.of - group() + worker.groups - 1) / worker.groups),
+        at_(reinterpret_cast<Vec16*>(smem)) {}
 
   HEP_HOST_DEVICE static uint64_t bytes(const SpareRailParams& p) {
-    return align_up(sizeof(ChannelCursor) * uint64_t(p.channels.number()), 128);
+    return align_up(sizeof(ChannelCursor) * uint64_t(p.channels.number() + 1), 128);
   }
-  HEP_DEVICE uint32_t worker() const { return worker_; }
-  HEP_DEVICE uint32_t workers() const { return workers_; }
-  HEP_DEVICE ChannelCursor get(uint32_t channel) const {
-    return std::bit_cast<ChannelCursor>(a.ld_shared(at_ + channel));
-  }
-  HEP_DEVICE void set(uint32_t channel, const ChannelCursor& c) const {
-    a.st_shared(at_ + channel, std::bit_cast<Vec16>(c));
-  }
-  // At the rail's end where the clones are: channels with owners elsewhere. By one lane.
-  HEP_DEVICE void begin_here(const RailTable<A>& table, const SpareStripe& stripe) const {
-    for (uint32_t c = worker_; c < p.channels.number(); c += workers_) {
-      const ChannelPeer peer = ChannelPeer::of(p, c);
-      const int owner = p.world.rank_of(peer.node, peer.local), node = p.world.node();
-      set(c, {0, 0, stripe.chunks() * table.leads(owner, node), table.lead(owner, node, -1)});
+  HEP_DEVICE const RailWorker& worker() const { return worker_; }
+  HEP_DEVICE uint32_t members() const { return members_; }  // warps that share its channels
+  HEP_DEVICE ChannelCursor get(uint32_t i) const { return std::bit_cast<ChannelCursor>(a.ld_shared(at_ + i)); }
+  HEP_DEVICE void set(uint32_t i, const ChannelCursor& c) const { a.st_shared(at_ + i, std::bit_cast<Vec16>(c)); }
+  HEP_DEVICE ChannelFacts facts(uint32_t channel) const { return facts_.get(place_, channel); }
+  // By one lane, before it serves them. Groups take channels that anything goes through in turn, so that all of them
+  // have their share wherever clones are; chunks of small experts begin at another warp in each channel.
+  HEP_DEVICE void begin() const {
+    uint32_t number = 0, busy = 0;
+    for (uint32_t c = 0; c < p.channels.number(); ++c) {
+      const ChannelFacts known = facts(c);
+      if (known.total() == 0 || busy++ % worker_.groups != group()) continue;
+      const uint32_t first = (member() + c) % members_;
+      if (first >= known.total()) continue;
+      set(number++, {int32_t(c), first, known.total(),
+                     place_ == C::kMiddle ? int32_t(first) : lead(c, -1, 1 + first / known.chunks)});
     }
-  }
-  // At its other end: channels of owners on this node. By one lane.
-  HEP_DEVICE void begin_there(const RailTable<A>& table, const SpareStripe& stripe) const {
-    for (uint32_t c = worker_; c < p.channels.number(); c += workers_) {
-      const ChannelPeer peer = ChannelPeer::of(p, c);
-      const int owner = p.world.rank_of(p.world.node(), peer.local);
-      set(c, {0, 0, stripe.chunks() * table.leads(owner, peer.node), -1});
-    }
-  }
-  // At an owner: one of this rank's. By one lane.
-  HEP_DEVICE void begin_own(const RailTable<A>& table, SpareChannels::Direction d, uint32_t c) const {
-    const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint32_t chunks = SpareStripe(p, peer.local, d).chunks();
-    set(c, {0, 0, chunks * table.leads(p.world.rank, peer.node), table.lead(p.world.rank, peer.node, -1)});
+    set(number, {-1, 0, 0, 0});
   }
   // By one lane, or by all lanes of a warp that go the same way. through(cursor): the channel needs no more.
-  // step(channel, cursor, waiting): whether anything moved, else what it waits for; it sets the cursor.
+  // step(i, cursor, waiting): whether anything moved, else what it waits for; it sets cursor i.
   template <class Through, class Step>
   HEP_DEVICE void serve(const Through& through, const Step& step) const {
     for (bool more = true; more;) {
       more = false;
       bool moved = false;
       WaitInfo waiting{}, last{};
-      for (uint32_t c = worker_; c < p.channels.number(); c += workers_) {
-        const ChannelCursor at = get(c);
-        if (through(at)) continue;
+      for (uint32_t i = 0;; ++i) {
+        const ChannelCursor cursor = get(i);
+        if (cursor.channel < 0) break;
+        if (through(cursor)) continue;
         more = true;
-        if (step(c, at, waiting))
+        if (step(i, cursor, waiting))
           moved = true;
         else
           last = waiting;
@@ -74,16 +82,44 @@ class RailChannels {
         a.poll_idle(last, uint64_t(last.chunk) + 1, uint64_t(last.chunk));
     }
   }
-  // What is through is counted. By one lane.
-  HEP_DEVICE void end(SpareChannels::Direction d, SpareChannels::Place place) const {
-    for (uint32_t c = worker_; c < p.channels.number(); c += workers_) *p.count(d, place, c) += get(c).total;
+  // At an end: the chunk that a cursor is at is this warp's first of its expert.
+  HEP_DEVICE bool begins_expert(const ChannelCursor& c) const {
+    return c.done % facts(uint32_t(c.channel)).chunks < members_;
+  }
+  // At an end: to this warp's next chunk. By one lane.
+  HEP_DEVICE void pass(uint32_t i, ChannelCursor c) const {
+    const uint32_t chunks = facts(uint32_t(c.channel)).chunks, expert = c.done / chunks;
+    c.done += members_;
+    if (c.done < c.total) c.at = lead(uint32_t(c.channel), c.at, c.done / chunks - expert);
+    set(i, c);
+  }
+  // By one lane of every warp: whether it is the last of the grid's with this place, for which what went through is
+  // counted.
+  HEP_DEVICE bool end() const {
+    if (!last_of(a.add_acq_rel_sys(p.leaving + place_, 1), p.leaving + place_, worker_.of)) return false;
+    facts_.count(place_);
+    return true;
   }
 
  private:
+  HEP_DEVICE uint32_t group() const { return worker_.number % worker_.groups; }
+  HEP_DEVICE uint32_t member() const { return worker_.number / worker_.groups; }
+  HEP_DEVICE int lead(uint32_t channel, int slot, uint32_t experts) const {
+    const ChannelRoute route = ChannelRoute::of(p, direction_, place_, channel);
+    for (; experts; --experts) slot = table_.lead(route.owner, route.node, slot);
+    return slot;
+  }
+
   A& a;
   const SpareRailParams& p;
+  // By value: a warp's own object that pointed into itself could not lie in registers.
+  const RailTable<A> table_;
+  const RailFacts<A> facts_;
+  const C::Direction direction_;
+  const C::Place place_;
+  const RailWorker worker_;
+  const uint32_t members_;  // warps of this one's group
   Vec16* at_;
-  const uint32_t worker_, workers_;
 };
 
 }  // namespace hep

@@ -15,7 +15,9 @@ struct SpareRailParams {
   int64_t flags, rings;  // regions, from a rank's receive rows
   uint64_t recv_at;      // of these, in a segment
   uint64_t* chunks;      // [directions][places][channels]: in the life of the buffer, as each place counts them
-  uint64_t* through;     // warps that have read all gradients that they were to; zero between kernels
+  // Zero between kernels: warps of the grid that have left [places]; chunks of an expert that this rank has stored in
+  // its node's slots, by the first that holds it [node's slots].
+  uint64_t *leaving, *stored;
 
   HEP_DEVICE int slots_of_node() const { return world.num_local_ranks * int(node.spare_slots); }
   HEP_DEVICE int num_slots() const { return world.num_nodes * slots_of_node(); }

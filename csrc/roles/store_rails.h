@@ -1,5 +1,5 @@
 // The last end of the channels of weights: chunks that came along this rank's rail, into all slots of its node that
-// hold their expert. By one lane of a warp.
+// hold their expert; the last warp to have stored one of an expert's tells its holders. By one lane of a warp.
 #pragma once
 #include "roles/rail_channels.h"
 #include "roles/staged_copy.h"
@@ -24,32 +24,31 @@ class StoreRailsRole {
         epoch_(params.node.progress->pushes) {}
 
   HEP_DEVICE void run() {
-    channels_.begin_here(table_, stripe_);
-    channels_.serve([](const ChannelCursor& at) { return at.done == at.total; },
-                    [this](uint32_t c, const ChannelCursor& at, WaitInfo& waiting) { return chunk(c, at, waiting); });
-    channels_.end(C::kWeights, C::kLast);
+    channels_.begin();
+    channels_.serve([](const ChannelCursor& c) { return c.done >= c.total; },
+                    [this](uint32_t i, const ChannelCursor& c, WaitInfo& waiting) { return chunk(i, c, waiting); });
+    channels_.end();
   }
 
  private:
-  HEP_DEVICE bool chunk(uint32_t c, ChannelCursor at, WaitInfo& waiting) {
+  HEP_DEVICE bool chunk(uint32_t i, const ChannelCursor& at, WaitInfo& waiting) {
+    const uint32_t c = uint32_t(at.channel);
+    const int lead = at.at;
     const ChannelPeer peer = ChannelPeer::of(p, c);
-    const uint64_t q = *p.count(C::kWeights, C::kLast, c) + at.done;
-    const uint32_t full = p.channels.flag(C::kWeights, c, C::kRailFull + uint32_t(q % C::kSlots));
+    const uint64_t q = channels_.facts(c).before + at.done;
+    const uint32_t full = p.channels.flag(C::kWeights, c, C::kRailFull, q);
     if (!net.test_signal(a, p.own_flag(full), q + 1)) {
       waiting = {Site::kCloneWeights, p.world.rail_peer(peer.node), int64_t(q)};
       return false;
     }
-    if (at.done % stripe_.chunks() == 0) await_free(at.slot);
-    store(at.slot, stripe_.chunk(at.done % stripe_.chunks()),
-          p.ring(p.world.local_rank(), C::kWeights, C::kBehind, c, q));
+    if (channels_.begins_expert(at)) await_free(lead);
+    store(lead, stripe_.chunk(at.done % stripe_.chunks()), p.ring(p.world.local_rank(), C::kWeights, C::kBehind, c, q));
     const uint32_t there = p.channel_there(peer.node, peer.local);
-    const uint32_t free = p.channels.flag(C::kWeights, there, C::kRailFree + uint32_t(q % C::kSlots));
-    net.signal(a, peer.node, p.flag_there(free), q + 1);
-    if (++at.done % stripe_.chunks() == 0) {
-      tell(at.slot);
-      at.slot = table_.lead(p.world.rank_of(peer.node, peer.local), p.world.node(), at.slot);
-    }
-    channels_.set(c, at);
+    net.signal(a, peer.node, p.flag_there(p.channels.flag(C::kWeights, there, C::kRailFree, q)), q + 1);
+    uint64_t* const stored = p.stored + (lead - p.world.node() * p.slots_of_node());
+    const bool last = last_of(a.add_acq_rel_sys(stored, 1), stored, stripe_.chunks());
+    if (last || injected(Bug::kSlotFullByEveryWarp)) tell(lead);
+    channels_.pass(i, at);
     return true;
   }
   HEP_DEVICE void store(int lead, const SpareStripe::Chunk& chunk, const unsigned char* from) {

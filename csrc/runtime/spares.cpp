@@ -9,7 +9,7 @@ void Engine::make_spare_state() {
   if (!shape_.spares.spare_slots) return;
   const uint64_t slots = uint64_t(world_.num_local_ranks + 1) * shape_.spares.spare_slots;
   const uint64_t parts = align_up(sizeof(SpareProgress), 64) + 8 * slots * SpareShape::kMostPieces;
-  spare_state_ = executor_->allocate(parts + 8 * (layout_.channels.counters() + 1));
+  spare_state_ = executor_->allocate(parts + 8 * (layout_.channels.counters() + SpareChannels::kPlaces + slots));
   channel_chunks_ = reinterpret_cast<uint64_t*>(static_cast<unsigned char*>(spare_state_.get()) + parts);
 }
 
@@ -58,7 +58,8 @@ SpareRailParams Engine::spare_rail_params(const SpareParams& node) const {
   p.rings = int64_t(layout_.channel_rings) - int64_t(layout_.recv);
   p.recv_at = layout_.recv;
   p.chunks = channel_chunks_;
-  p.through = channel_chunks_ + layout_.channels.counters();
+  p.leaving = channel_chunks_ + layout_.channels.counters();
+  p.stored = p.leaving + SpareChannels::kPlaces;
   return p;
 }
 

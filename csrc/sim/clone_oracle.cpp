@@ -52,6 +52,7 @@ SpareShape spare_shape_of(const WorldSpec& s) {
   for (uint32_t m = 0; m < shape.num_matrices; ++m) shape.elements[m] = kElements[mix(s.data_seed, 32, m) % 4];
   static constexpr uint32_t kChunks[] = {48, 64, 512};
   shape.rail_chunk_bytes = s.clones_within_node && mix(s.data_seed, 33) % 2 ? 0 : kChunks[mix(s.data_seed, 34) % 3];
+  shape.rail_slots = 1 << mix(s.data_seed, 35) % 5;
   return shape;
 }
 

@@ -61,6 +61,7 @@ inline Case random_case(uint64_t seed, const std::string& executor, int most_ran
   for (uint32_t m = 0; m < c.shape.num_matrices; ++m) c.shape.elements[m] = 8 * random.of({1u, 2u, 5u, 33u, 80u});
   c.chunk_bytes = random.of({0u, 16u, 48u, 256u});
   c.shape.rail_chunk_bytes = random.of({48u, 256u, 4096u});
+  c.shape.rail_slots = random.of({1u, 2u, 4u, 16u});
   std::vector<int> slots(size_t(c.num_experts()));
   std::iota(slots.begin(), slots.end(), 0);
   for (uint32_t i = 0, steps = random.between(2, 5); i < steps; ++i) {

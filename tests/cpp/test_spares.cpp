@@ -100,7 +100,7 @@ TEST(of_two_ranks_on_two_nodes_each_names_the_other) {
     Case c = random_case(5, "host", 2);
     c.num_nodes = c.num_ranks = 2;
     c.shape = {.spare_slots = 1, .num_owners = 1, .element_bytes = 2, .num_matrices = 1, .elements = {640}};
-    c.shape.rail_chunk_bytes = 48;
+    c.shape.rail_chunk_bytes = 48, c.shape.rail_slots = 4;
     c.timeout_s = 0.3;
     c.dead = dead;
     Step step;
@@ -137,6 +137,8 @@ TEST(shapes_that_no_kernel_could_fill_are_refused) {
   CHECK(!refused(s));
   s.spares.rail_chunk_bytes = 24;
   CHECK(refused(s));
+  s.spares.rail_chunk_bytes = 32, s.spares.rail_slots = 12;
+  CHECK(refused(s));
 }
 #endif
 #else
@@ -159,7 +161,7 @@ void notice(std::initializer_list<Bug> bugs, int most_ranks, int most_nodes) {
 TEST(mutants_of_channels_are_noticed) {
   notice({Bug::kChunkToldBeforeStores, Bug::kChunkFedUnasked, Bug::kOneCopyOfANode, Bug::kChunkCreditedUnread,
           Bug::kSlotNotAwaitedFree, Bug::kWeightsUnawaited, Bug::kCloneGradientsUnawaited, Bug::kCloneGradientsNotTaken,
-          Bug::kSumUnawaited, Bug::kFinishedNotReset},
+          Bug::kSumUnawaited, Bug::kFinishedNotReset, Bug::kSlotFullByEveryWarp},
          6, 3);
 }
 TEST(mutants_are_noticed) {

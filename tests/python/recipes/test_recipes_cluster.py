@@ -90,10 +90,11 @@ def test_the_balancers_memory_is_counted_and_refused_with_the_number():
     assert over_nodes.pushed_by == "kernels", "clones stay in the domains of their owners"
     assert 2 * expert * 8 <= memory.clone_bytes(over_nodes) < by_kernels + 2**20
     anywhere = over_nodes.derive(balance_clones="anywhere")
-    assert anywhere.pushed_by == "torch" and memory.clone_bytes(anywhere) == 2 * expert * 16
-    rings = 4 * over_nodes.domain * 4 * 64 * 1024  # on one other node
-    more = memory.clone_bytes(anywhere.derive(balance_push="kernels")) - memory.clone_bytes(over_nodes)
+    assert anywhere.pushed_by == "kernels"
+    rings = 4 * over_nodes.domain * 64 * 32 * 1024  # on one other node
+    more = memory.clone_bytes(anywhere) - memory.clone_bytes(over_nodes)
     assert rings <= more < rings + 2**18
+    assert memory.clone_bytes(anywhere.derive(balance_push="torch")) == 2 * expert * 16
     with_clones, without = memory.per_gpu(run), memory.per_gpu(plain)
     assert without.clones == 0
     assert memory.registered_bytes(run) > memory.registered_bytes(plain), "spare slots are columns of the map"
@@ -131,7 +132,7 @@ def test_quantised_rows_and_static_ones_reach_the_run():
     assert flags[flags.index("--hybrid-ep-static-rows") + 1] == "drop"
     assert flags[flags.index("--hybrid-ep-dispatch-dtype") + 1] == "fp8"
     assert run.clones_stay and not more.clones_stay, "static rows want all ranks level: clones anywhere"
-    assert run.pushed_by == "kernels" and more.pushed_by == "torch"
+    assert run.pushed_by == more.pushed_by == "kernels"
     assert step(job_of(more)).exchange_us < step(job_of(run)).exchange_us
 
 
