@@ -605,7 +605,7 @@ class SpareShape:
     """Registered spare slots for weights of clones; see layout/spare_shape.h."""
 
     def __init__(self, *, spare_slots: int, num_owners: int, element_bytes: int, elements: Sequence[int],
-                 rail_chunk_bytes: int = 65536) -> None:
+                 rail_chunk_bytes: int = 32768) -> None:
         """elements: of each matrix of an expert. rail_chunk_bytes: 0 where clones stay on their owners' nodes."""
 
     def gradients_at(self, matrix: int) -> int:

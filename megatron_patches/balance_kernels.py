@@ -3,8 +3,7 @@
 No host reads whose weights go where. Slots and gradient buffers are registered once, for all layers whose experts are
 alike. Gradients are summed in fp32, in the order of the plan, and added to main_grad, as `balance_push` does, so that
 on one node both give the same bits. Over several nodes an owner adds each node's sum by itself, where torch's way adds
-the sum of them all. Where the kernels cannot push, or with auto where clones may lie on any node of several, torch
-does, which is said.
+the sum of them all. Where the kernels cannot push, torch does, which is said.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hybrid_ep.runtime import devices
 from hybrid_ep.runtime.spares import why_not
 from megatron_patches import graphs
 from megatron_patches.balance_arriving import Homeward, Pushed, SlotUse, fp32_main_grad
@@ -59,13 +59,13 @@ def clone_experts(manager: ExactManager) -> CloneExperts:
 
 def _why_torch(manager: ExactManager, wanted: str) -> str | None:
     """Why the kernels cannot push these experts, or with auto do not; the same on all ranks. None: they do."""
-    asked = manager.planner.options
+    asked, device = manager.planner.options, manager.weights.owners[0].device
     far = asked.num_nodes > 1 and not asked.within_node
-    if wanted == "auto" and far and not graphs.of_iterations(manager.config):
+    if wanted == "auto" and far and device.type == "cuda" and not devices.orders_rdma_for_peers(device):
         return (
             f"clones may lie on any of the group's {asked.num_nodes} nodes (--hybrid-ep-balance-clones anywhere, or "
-            "auto with static rows), and between nodes the kernels have few bytes on their way at once; "
-            "--hybrid-ep-balance-push kernels takes them all the same"
+            "auto with static rows), and this GPU orders what NICs write for itself alone, where its node's others "
+            "would read it; --hybrid-ep-balance-push kernels is for nodes that NVLink connects"
         )
     dtypes = {owner.dtype for owner in manager.weights.owners}
     if len(dtypes) > 1:

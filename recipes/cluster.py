@@ -313,9 +313,7 @@ class ClusterRun:
     @property
     def pushed_by(self) -> str:
         """kernels or torch: what brings weights to clones, as megatron_patches.balance_kernels chooses it."""
-        if self.balance_push != "auto":
-            return self.balance_push
-        return "kernels" if self.clones_stay else "torch"
+        return "torch" if self.balance_push == "torch" else "kernels"
 
     @property
     def balance_settings(self) -> Balance:

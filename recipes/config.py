@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from hybrid_ep.cli import names
-from megatron_patches.settings import BALANCE_MODES, CLONE_REACHES, DISPATCH_DTYPES
+from megatron_patches.settings import BALANCE_MODES, BALANCE_PUSHES, CLONE_REACHES, DISPATCH_DTYPES
 
 from . import safe_yaml
 
@@ -197,6 +197,8 @@ class ParallelConfig:
     """Slots for clones on every rank."""
     balance_clones: str = "anywhere"
     """Ranks that may hold clones: those of the owner's `node`, `anywhere`, or `auto`. All ranks here share a host."""
+    balance_push: str = "auto"
+    """What brings weights to clones: the ranks' `kernels`, `torch`, or `auto`, kernels where they can."""
     balance_interval: int = 20
     """Steps from one placement of `slow` to the next."""
     layer_updates_per_iter: int = 1
@@ -237,7 +239,8 @@ class ParallelConfig:
             f"must be bf16 with dispatcher={self.dispatcher}, which quantises nothing",
         )
         _require_positive(self, "parallel", "spare_slots", "balance_interval", "layer_updates_per_iter")
-        for name, known in (("balance", BALANCE_MODES), ("balance_clones", CLONE_REACHES)):
+        choices = {"balance": BALANCE_MODES, "balance_clones": CLONE_REACHES, "balance_push": BALANCE_PUSHES}
+        for name, known in choices.items():
             value = getattr(self, name)
             _require(value in known, f"parallel.{name}", value, f"choose one of {', '.join(known)}")
         _require(

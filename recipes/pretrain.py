@@ -19,7 +19,7 @@ from hybrid_ep.cli import names
 
 from . import RECIPES, get_recipe, text_files
 from .__main__ import list_recipes
-from .config import BALANCE_MODES, CLONE_REACHES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
+from .config import BALANCE_MODES, BALANCE_PUSHES, CLONE_REACHES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
 from .run_folder import RunFolder
 from .verdict import EXIT_NOT_LEARNED, verdict
 
@@ -50,6 +50,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--balance", choices=BALANCE_MODES, help="level the experts' load over ranks")
     parser.add_argument("--spare-slots", type=int, metavar="N", help="slots for clones on every rank")
     parser.add_argument("--balance-clones", choices=CLONE_REACHES, help="ranks that may hold an expert's clones")
+    parser.add_argument("--balance-push", choices=BALANCE_PUSHES, help="what brings weights to clones")
     parser.add_argument("--balance-interval", type=int, metavar="N", help="steps between placements of slow")
     parser.add_argument(
         "--grouped-gemm",
@@ -97,6 +98,7 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
         "balance": args.balance,
         "spare_slots": args.spare_slots,
         "balance_clones": args.balance_clones,
+        "balance_push": args.balance_push,
         "balance_interval": args.balance_interval,
         "grouped_gemm": args.grouped_gemm,
     }
@@ -141,6 +143,7 @@ def prepare_process(config: RunConfig) -> None:
             balance=config.parallel.balance,
             spare_slots=config.parallel.spare_slots,
             balance_clones=config.parallel.balance_clones,
+            balance_push=config.parallel.balance_push,
             balance_interval=config.parallel.balance_interval,
             layer_updates_per_iter=config.parallel.layer_updates_per_iter,
             grouped_gemm=config.parallel.grouped_gemm,

@@ -44,6 +44,7 @@ def train(ranks, mode, args, folder):
         mode,
         *(["--grouped-gemm"] if args.grouped_gemm else []),
         *(["--ranks-per-node", str(args.ranks_per_node)] if args.ranks_per_node else []),
+        *(["--balance-push", args.balance_push] if args.balance_push else []),
         "--name",
         name,
         "--runs-dir",
@@ -181,7 +182,8 @@ def main(argv=None):
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--forced-bias", type=float, default=-1.0)
     parser.add_argument("--grouped-gemm", action="store_true", help="experts as grouped GEMMs, in both modes")
-    parser.add_argument("--ranks-per-node", type=int, help="as the recipe's: 2; with one node kernels push clones")
+    parser.add_argument("--ranks-per-node", type=int, help="as the recipe's: 2")
+    parser.add_argument("--balance-push", help="what brings weights to clones: kernels or torch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run")
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.json, STEM.png and STEM.svg")
     parser.add_argument("--redraw", metavar="STEM", help="draw the rows of STEM.json again, and train nothing")

@@ -37,6 +37,7 @@ py::typing::Dict<py::str, py::object> load(const std::string& path) {
     info["capability"] = py::make_tuple(d.major, d.minor);
     info["num_sms"] = d.num_sms;
     info["supported"] = d.supported;
+    info["rdma_order"] = d.rdma_order;
     devices.append(info);
   }
   py::dict said;

@@ -21,7 +21,9 @@ std::vector<DeviceInfo> devices(std::string& why_none) {
     check(cudaGetDeviceProperties(&p, i), "device properties");
     // Code for sm_90a runs on 9.0 alone; code for sm_100, on every 10.x (10.3: B300, GB300).
     const bool supported = (p.major == 9 && p.minor == 0) || p.major == 10;
-    all.push_back({p.name, p.major, p.minor, p.multiProcessorCount, supported});
+    int order = 0;
+    check(cudaDeviceGetAttribute(&order, cudaDevAttrGPUDirectRDMAWritesOrdering, i), "order of RDMA writes");
+    all.push_back({p.name, p.major, p.minor, p.multiProcessorCount, supported, order});
   }
   if (all.empty()) why_none = "no device is visible";
   return all;

@@ -11,13 +11,14 @@
 namespace hep::cuda {
 
 // Whoever changes Entry, or a class that it makes other than executors, counts it here.
-inline constexpr uint64_t kEntryVersion = 2;
+inline constexpr uint64_t kEntryVersion = 3;
 
 // Of all that crosses the table of executors: sizes, and its own version; and that of the door itself.
 inline constexpr uint64_t kAbi = [] {
   uint64_t abi = 1000003ull * kEntryVersion + kExecutorVersion;
   for (const uint64_t bytes : {sizeof(ExchangeParams), sizeof(DispatchParams), sizeof(CombineParams),
-                               sizeof(LatencyDispatchParams), sizeof(LatencyCombineParams), sizeof(LaunchSettings)})
+                               sizeof(LatencyDispatchParams), sizeof(LatencyCombineParams), sizeof(BalanceParams),
+                               sizeof(SpareParams), sizeof(SpareRailParams), sizeof(LaunchSettings)})
     abi = 1000003ull * abi + bytes;
   return abi;
 }();
@@ -26,6 +27,7 @@ struct DeviceInfo {
   std::string name;
   int major = 0, minor = 0, num_sms = 0;
   bool supported = false;  // this library has kernels for it
+  int rdma_order = 0;      // cudaDevAttrGPUDirectRDMAWritesOrdering
 };
 
 struct Entry {

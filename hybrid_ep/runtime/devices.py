@@ -35,6 +35,7 @@ LIBRARY = Path(__file__).parents[1] / "libhybrid_ep_cuda.so"
 KINDS = ("fabric", "file", "ipc")
 _PROBE_BYTES = 1 << 21
 _CONNECT_S = 30.0
+_ORDER_FOR_ALL_DEVICES = 200  # cudaGPUDirectRDMAWritesOrderingAllDevices
 
 
 def is_cuda(executor: str) -> bool:
@@ -44,7 +45,8 @@ def is_cuda(executor: str) -> bool:
 
 @functools.cache
 def load() -> dict[str, Any]:
-    """Loads the CUDA library: {"devices": [{"name", "capability", "num_sms", "supported"}], "why_none": str}.
+    """Loads the CUDA library: {"devices": [{"name", "capability", "num_sms", "supported", "rdma_order"}],
+    "why_none": str}.
 
     RuntimeError when it was not built or does not load."""
     if not LIBRARY.is_file():
@@ -79,6 +81,11 @@ def current() -> torch.device:
 def name_and_capability(device: torch.device) -> tuple[str, tuple[int, int]]:
     info = load()["devices"][device.index]
     return info["name"], tuple(info["capability"])
+
+
+def orders_rdma_for_peers(device: torch.device) -> bool:
+    """Whether others may read over NVLink what a NIC wrote to this GPU, once it has itself seen the signal."""
+    return bool(load()["devices"][device.index]["rdma_order"] >= _ORDER_FOR_ALL_DEVICES)
 
 
 def enter(device: torch.device) -> int:

@@ -176,8 +176,8 @@ def reaches(ep, grouped):
         ("node", {"balance_push": "kernels"}),
         ("node", {"balance": "both"}),
         ("anywhere", {}),
-        ("anywhere", {"balance_push": "kernels"}),
-        ("auto", {"static_rows": "grow", "balance_push": "kernels"}),
+        ("anywhere", {"balance_push": "torch"}),
+        ("auto", {"static_rows": "grow"}),
     ):
         asked = {"balance": "exact", "balance_epsilon": 0.0, "spare_slots": 2, **common, **options}
         megatron_patches.apply(**asked, balance_clones=reach)
@@ -186,7 +186,7 @@ def reaches(ep, grouped):
             got, _ = train(groups, ep, owners=owners if options.get("balance") == "both" else None)
         assert equal(got, off), (reach, options)
         assert {manager.planner.options.within_node for manager, _ in seen} == {within(reach, options)}
-        by_kernels = options.get("balance_push", "auto" if within(reach, options) else "torch") != "torch"
+        by_kernels = options.get("balance_push") != "torch"
         assert (bool(balance_kernels._slots), bool(balance_push._slots)) == (by_kernels, not by_kernels), (
             reach,
             options,
@@ -213,16 +213,12 @@ def choices(ep):
     apply("auto")
     assert isinstance(Layers(groups, ep).pairs[0][0]._comm_manager.clones, balance_kernels.KernelCloneExperts)
     assert any("SpareSlots" in line for line in balance_kernels.describe())
-    for push, reach, stay in (("kernels", "anywhere", False), ("auto", "node", True)):
+    for push, reach, stay in (("kernels", "anywhere", False), ("auto", "anywhere", False), ("auto", "node", True)):
         apply(push, ranks_per_node=1, balance_clones=reach)
         clones = Layers(groups, ep).pairs[0][0]._comm_manager.clones
         assert isinstance(clones, balance_kernels.KernelCloneExperts)
         assert (clones.spares.memory_report().regions["spare_channel_rings"] == 0) == stay, reach
         assert not any("pushed by" in what for _, what in balance_kernels._said)
-    apply("auto", ranks_per_node=1, balance_clones="anywhere")
-    assert type(Layers(groups, ep).pairs[0][0]._comm_manager.clones) is balance_push.CloneExperts
-    (said,) = {what for _, what in balance_kernels._said if "pushed by" in what}
-    assert f"any of the group's {ep} nodes" in said and "--hybrid-ep-balance-push kernels takes them" in said
     with mock.patch.object(balance_kernels, "why_not", return_value="their matrices are odd"):
         apply("auto")
         assert type(Layers(groups, ep).pairs[0][0]._comm_manager.clones) is balance_push.CloneExperts

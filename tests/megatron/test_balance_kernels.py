@@ -42,22 +42,29 @@ def test_who_pushes_is_chosen_and_said():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "nodes", "within", "graph", "by_torch"),
+    ("wanted", "nodes", "within", "device", "order", "by_torch"),
     [
-        ("auto", 2, False, "none", True),
-        ("auto", 2, True, "none", False),
-        ("auto", 1, False, "none", False),
-        ("kernels", 2, False, "none", False),
-        ("auto", 2, False, "full_iteration", False),  # which torch's way cannot serve
+        ("auto", 2, False, "cuda:1", 100, True),
+        ("auto", 2, False, "cuda:1", 200, False),
+        ("auto", 2, True, "cuda:1", 100, False),
+        ("auto", 1, False, "cuda:1", 100, False),
+        ("kernels", 2, False, "cuda:1", 100, False),
+        ("auto", 2, False, "cpu", 0, False),
     ],
 )
-def test_torch_pushes_to_any_node_where_no_graph_needs_the_kernels(wanted, nodes, within, graph, by_torch):
+def test_torch_pushes_to_any_node_where_gpus_order_rdma_for_themselves(
+    monkeypatch, wanted, nodes, within, device, order, by_torch
+):
+    known = {"devices": [{"rdma_order": 200}, {"rdma_order": order}]}
+    monkeypatch.setattr(balance_kernels.devices, "load", lambda: known)
+    owner = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16)
     manager = SimpleNamespace(
         planner=SimpleNamespace(options=SimpleNamespace(num_nodes=nodes, within_node=within)),
-        config=SimpleNamespace(cuda_graph_impl=graph, cuda_graph_modules=[]),
-        weights=SimpleNamespace(owners=[torch.zeros(1)], shapes=[(8, 8)]),
+        weights=SimpleNamespace(owners=[owner], shapes=[(8, 8)]),
     )
-    assert (balance_kernels._why_torch(manager, wanted) is not None) == by_torch
+    why = balance_kernels._why_torch(manager, wanted)
+    assert (why is not None) == by_torch
+    assert why is None or "any of the group's 2 nodes" in why
 
 
 @pytest.mark.version_free

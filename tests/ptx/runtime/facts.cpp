@@ -38,6 +38,7 @@ HEP_PTXR_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attri
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: *value = int(model.sms); return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(model.shared_per_block); return cudaSuccess;
+    case cudaDevAttrGPUDirectRDMAWritesOrdering: *value = 0; return cudaSuccess;  // it has no NIC
     default: return said(cudaErrorInvalidValue);
   }
 }

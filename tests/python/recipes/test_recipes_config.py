@@ -51,6 +51,7 @@ BAD = [
     ({"parallel": {"expert_parallel_size": 3}}, "parallel.expert_parallel_size=3"),
     ({"parallel": {"ranks_per_node": 3}}, "parallel.ranks_per_node=3"),
     ({"parallel": {"balance_clones": "near"}}, "parallel.balance_clones='near'"),
+    ({"parallel": {"balance_push": "mail"}}, "parallel.balance_push='mail'"),
     ({"parallel": {"num_ranks": 0}}, "parallel.num_ranks=0"),
     ({"data": {"held_out_one_in": 1}}, "data.held_out_one_in=1"),
     ({"data": {"source": ""}}, "data.source=''"),
