@@ -8,37 +8,36 @@ micro-batch. Drawn tokens are planned by the library's own planners, their colum
 exchange of what comes out is timed by the event engine (this library's kernels, every rank) or the queueing model.
 Experts compute as long as the fullest rank's rows. What balancing itself moves takes as long as the busiest port of
 each step: a clone's weights (bf16) to its slot in the forward and again in the backward, its gradient (fp32) home, and
-of slow mode 14 bytes a parameter of a moved expert, over the steps from one placement to the next. What grouped experts
-compute meanwhile hides some of it (`shown_us`).
+of slow mode 14 bytes a parameter of a moved expert, over the steps from one placement to the next; between nodes, where
+the kernels have one step, within what their rings hold (`balance_pushes`). What grouped experts compute meanwhile hides
+some of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from balance_pushes import Pushes, port_us, pushes, shown_us
 
 from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner, imbalance_ratio, loads, plan_placement
 from hybrid_ep.balance.owners import Owners
-from hybrid_ep.balance.relays import relays
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import efficiency, events, model, models, routing
+from hybrid_ep.perf import events, model, models, routing
 from hybrid_ep.perf.step_time import CV_SLOW, Job, Layer, step
-from hybrid_ep.spares import COLLECT_BLOCKS, PUSH_BLOCKS
 
-MODES = ("off", "slow", "exact", "exact in the node", "both")
+MODES = ("off", "slow", "exact", "exact by torch", "exact in the node", "both")
 DRIFT = 0.2  # of log-popularity from micro-batch to micro-batch
 INTERVAL = 100  # steps from one placement of slow mode to the next
 LASTING_DRIFT = 0.15  # of log-popularity from one placement to the next
-WEIGHT_BYTES, GRADIENT_BYTES, MOVED_BYTES = 2, 4, 14  # a parameter
+MOVED_BYTES = 14  # a parameter
 # Of each engine's rows the expert-parallel degree and the tokens of a rank's micro-batch: what the event engine runs
 # whole in some ten seconds of a core.
 ENGINES = {"model": (64, 4096), "events": (32, 768)}
@@ -62,23 +61,6 @@ def job_of(cluster: str, ep: int, tokens: int) -> Job:
 
 
 @dataclass(frozen=True)
-class Pushes:
-    """Microseconds that clones and moved experts of a layer take of a micro-batch. there_us: weights to the slots,
-    once; back_us: gradients home; own, load: rows of each rank's own experts, and all that it computes, over the mean.
-    """
-
-    there_us: float = 0.0
-    back_us: float = 0.0
-    moved_us: float = 0.0
-    own: np.ndarray = field(default_factory=lambda: np.ones(1))
-    load: np.ndarray = field(default_factory=lambda: np.ones(1))
-
-    @property
-    def all_us(self) -> float:
-        return 2 * self.there_us + self.back_us + self.moved_us
-
-
-@dataclass(frozen=True)
 class Balanced:
     """One layer of one micro-batch: columns over physical slots [R, T, k], of `slots` in all; the fullest rank's excess
     over the mean; clones, and what they and moved experts take beside the exchange."""
@@ -88,89 +70,6 @@ class Balanced:
     imbalance: float
     clones: int
     pushes: Pushes
-
-
-Move = tuple[int, int, float]  # (from, to, bytes)
-
-
-def port_us(moves: list[Move], job: Job) -> float:
-    """Busy time of the busiest port: NVLink inside a node, the NIC between nodes."""
-    shape = job.shape
-    at = {"nvlink": np.zeros((2, shape.ranks)), "nic": np.zeros((2, shape.ranks))}
-    for source, target, num_bytes in moves:
-        kind = "nvlink" if source // shape.ranks_per_node == target // shape.ranks_per_node else "nic"
-        at[kind][0, source] += num_bytes
-        at[kind][1, target] += num_bytes
-    rate = {"nvlink": job.cluster.gpu.nvlink_rate, "nic": job.cluster.nic.rate if at["nic"].any() else 1.0}
-    return max(float(at[kind].max()) / (rate[kind] * 1e3) for kind in at)
-
-
-def by_rails(plan: MicrobatchPlan, width: int) -> Iterator[list[Move]]:
-    """What torch sends of weights of one byte, step by step, as `megatron_patches.balance_relay` does."""
-    part = 1 / width
-    for relayed in relays(plan.slot_expert, plan.owner, width):
-        scatter, rail, spread = [], [], []
-        for relay in relayed:
-            home = relay.owner // width
-            for local in range(width):
-                scatter.append((relay.owner, home * width + local, part))
-                for node, clones in relay.nodes.items():
-                    rail.append((home * width + local, node * width + local, part))
-                    spread += [(node * width + local, rank, part) for rank, _ in clones]
-        yield from ([move for move in moves if move[0] != move[1]] for moves in (scatter, rail, spread))
-
-
-def by_holders(plan: MicrobatchPlan) -> Iterator[list[Move]]:
-    """What the kernels store of weights of one byte: owners a part to each clone, these to one another."""
-    scatter, spread = [], []
-    for relay in itertools.chain(*relays(plan.slot_expert, plan.owner, len(plan.slot_expert))):
-        (holders,) = ([rank for rank, _ in clones] for clones in relay.nodes.values())
-        part = 1 / len(holders)
-        scatter += [(relay.owner, rank, part) for rank in holders]
-        spread += [(source, rank, part) for source in holders for rank in holders if source != rank]
-    yield from (scatter, spread)
-
-
-def pushes(plan: MicrobatchPlan, job: Job) -> Pushes:
-    """Weights to the slots, twice, and gradients home the same way back. No step begins before the one before has
-    ended."""
-    within = job.shape.nodes == 1 or plan.options.within_node
-    steps = list(by_holders(plan) if within else by_rails(plan, job.shape.ranks_per_node))
-    params, there_us, back_us = job.model.expert_params, 0.0, 0.0
-    for moves in steps:
-        there_us += port_us([(source, to, WEIGHT_BYTES * params * part) for source, to, part in moves], job)
-        back_us += port_us([(to, source, GRADIENT_BYTES * params * part) for source, to, part in moves], job)
-    load, cloned = plan.tokens_of_ranks(), np.where(plan.slot_expert >= 0, plan.slot_tokens, 0).sum(axis=1)
-    return Pushes(there_us, back_us, own=(load - cloned) / load.mean(), load=load / load.mean())
-
-
-def shown_us(got: Pushes, job: Job) -> float:
-    """What is seen of them beside grouped experts (`hybrid_ep.moe.grouped`). Of these products, forward and backward, a
-    third each are rows, their gradients, and weight gradients, two thirds of each those of the first matrices.
-
-    Forward: a rank with clones computes the first product of its own rows. Weights in the backward: all but the experts
-    of the layer behind, which has had the slots, then the second product's gradients of own rows, and all of its weight
-    gradients. Gradients home, from when the last rank has those of the first matrix: what is left of that product's
-    backward. Dispatches hide nothing, for they take the same links. What is hidden takes SMs from what runs beside, one
-    a block; nccl's kernels are charged as many as ours."""
-    if not got.there_us:
-        return got.moved_us
-    token = efficiency.per_token(job.model, job.cluster, job.dtype, job.sequence)
-    ninth = job.tokens * token.expert_gemms / 9
-    clones = got.load - got.own
-    holds = clones > 0
-    hidden = (
-        2 * ninth * got.own[holds].min(),
-        2 / 3 * job.tokens * token.moe_others + ninth * (got.own + got.load)[holds].min(),
-        max(0.0, ninth * (4 * got.load.min() - 2 * clones.max())),
-    )
-    shown = got.moved_us
-    for time_us, beside_us, blocks in zip(
-        (got.there_us, got.there_us, got.back_us), hidden, (PUSH_BLOCKS, PUSH_BLOCKS, COLLECT_BLOCKS), strict=True
-    ):
-        unseen = min(time_us, beside_us)
-        shown += time_us - unseen + unseen * blocks / job.cluster.gpu.num_sms.value
-    return shown
 
 
 def balanced(mode: str, choices: np.ndarray, past: np.ndarray, earlier: np.ndarray, job: Job, spare: int) -> Balanced:
@@ -203,7 +102,7 @@ def balanced(mode: str, choices: np.ndarray, past: np.ndarray, earlier: np.ndarr
     plan = planner.plan(counts)
     columns = np.stack([_redirected(plan, rank, choices[rank], owners.host_columns(spare)) for rank in range(ranks)])
     slots = experts + ranks * spare
-    made = replace(pushes(plan, job), moved_us=moved_us)
+    made = replace(pushes(plan, job, kernels=mode != "exact by torch"), moved_us=moved_us)
     return Balanced(columns, slots, plan.imbalance(), plan.num_copies, made)
 
 
@@ -253,7 +152,7 @@ def rows(
         now = loads.drift(rng, share, DRIFT)
         drawn = [routing.popularity(sample, now[layer], seed + layer) for layer in range(num_layers)]
         for mode in modes:
-            if mode == "exact in the node" and shape.nodes == 1:
+            if mode in ("exact by torch", "exact in the node") and shape.nodes == 1:
                 continue
             start = time.thread_time()
             made = [balanced(mode, c, past[n], earlier[n], job, spare) for n, c in enumerate(drawn)]

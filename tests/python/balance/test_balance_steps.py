@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+import balance_pushes
 import experiment_balance_steps as steps
 
 from hybrid_ep.balance import MicrobatchOptions, MicrobatchPlan, MicrobatchPlanner
@@ -50,7 +51,7 @@ def test_modes_agree_with_their_columns(mode):
     assert by_rank.sum() == 16 * 256 * 8 and by_rank.max() / by_rank.mean() - 1 == pytest.approx(got.imbalance)
     assert (got.clones > 0) == (mode not in ("off", "slow"))
     assert got.pushes.all_us > 0 or not got.clones
-    assert 0 <= steps.shown_us(got.pushes, SMALL) <= got.pushes.all_us
+    assert 0 <= balance_pushes.shown_us(got.pushes, SMALL) <= got.pushes.all_us
     if mode in ("exact", "both"):
         assert got.imbalance <= 0.0101
 
@@ -71,10 +72,10 @@ def test_a_row_timed_again_has_the_steps_of_its_exchange(pushed_us, shown_us, mo
 
 def test_pushes_are_charged_to_the_busiest_port():
     nic, nvlink = SMALL.cluster.nic.rate * 1e3, SMALL.cluster.gpu.nvlink_rate * 1e3
-    assert steps.port_us([], SMALL) == 0
-    assert steps.port_us([(0, 1, 1e6)], SMALL) == pytest.approx(1e6 / nvlink)
-    assert steps.port_us([(0, 8, 1e6), (0, 9, 1e6), (1, 8, 1e6)], SMALL) == pytest.approx(2e6 / nic)
-    assert steps.port_us([(0, 8, 1e6), (1, 8, 2e6), (2, 8, 1e6)], SMALL) == pytest.approx(4e6 / nic)
+    assert balance_pushes.port_us([], SMALL) == 0
+    assert balance_pushes.port_us([(0, 1, 1e6)], SMALL) == pytest.approx(1e6 / nvlink)
+    assert balance_pushes.port_us([(0, 8, 1e6), (0, 9, 1e6), (1, 8, 1e6)], SMALL) == pytest.approx(2e6 / nic)
+    assert balance_pushes.port_us([(0, 8, 1e6), (1, 8, 2e6), (2, 8, 1e6)], SMALL) == pytest.approx(4e6 / nic)
 
 
 def test_what_experts_compute_meanwhile_hides_pushes():
@@ -86,17 +87,17 @@ def test_what_experts_compute_meanwhile_hides_pushes():
     hidden = [2 * ninth * 0.25, 2 / 3 * others + ninth * 1.25, ninth * (4 - 2 * 0.75)]
 
     def shown(there, back):
-        return steps.shown_us(steps.Pushes(there, back, 7.0, own, load), job)
+        return balance_pushes.shown_us(balance_pushes.Pushes(there, back, 7.0, own, load), job)
 
     less, more = min(hidden) / 2, 2 * max(hidden)
     assert shown(less, less) == pytest.approx(7 + less * sum(beside)), "all of it, for a price"
     left = sum(more - h + h * b for h, b in zip(hidden, beside, strict=True))
     assert shown(more, more) == pytest.approx(7 + left)
-    cold = steps.Pushes(less, less, 0.0, np.array([1.0, 0.0]), load)
-    assert steps.shown_us(cold, job) == pytest.approx(less * (1 + beside[1] + beside[2])), (
+    cold = balance_pushes.Pushes(less, less, 0.0, np.array([1.0, 0.0]), load)
+    assert balance_pushes.shown_us(cold, job) == pytest.approx(less * (1 + beside[1] + beside[2])), (
         "nothing of its own to compute"
     )
-    assert steps.shown_us(steps.Pushes(moved_us=7.0), job) == 7.0
+    assert balance_pushes.shown_us(balance_pushes.Pushes(moved_us=7.0), job) == 7.0
 
 
 def hot(ranks, within=False):
@@ -104,12 +105,12 @@ def hot(ranks, within=False):
     slots = np.zeros((ranks, 1), np.int32)
     slots[0] = -1
     options = MicrobatchOptions(num_nodes=1 if within else 2, within_node=within)
-    counts = np.zeros((ranks, ranks), np.int64)
+    counts = np.ones((ranks, ranks), np.int64)
     return MicrobatchPlan(slots, slots.astype(np.int64), counts, np.arange(ranks, dtype=np.int32), options)
 
 
 def test_along_the_rails_a_node_gets_an_expert_once():
-    scatter, rail, spread = steps.by_rails(hot(16), 8)
+    scatter, rail, spread = balance_pushes.by_rails(hot(16), 8)
     assert sum(part for *_, part in scatter) == 7 / 8
     assert sorted(rail) == [(j, 8 + j, 1 / 8) for j in range(8)]
     got = np.zeros(16)
@@ -119,12 +120,32 @@ def test_along_the_rails_a_node_gets_an_expert_once():
 
 
 def test_from_clone_to_clone_each_port_carries_one_expert():
-    scatter, spread = steps.by_holders(hot(8, within=True))
+    scatter, spread = balance_pushes.by_holders(hot(8, within=True))
     sent, got = np.zeros(8), np.zeros(8)
     for source, to, part in [*scatter, *spread]:
         sent[source] += part
         got[to] += part
     assert sent == pytest.approx([1] + [6 / 7] * 7) and got == pytest.approx([0] + [1] * 7)
+
+
+def test_kernels_push_at_home_first_and_then_all_ports_at_once():
+    job, plan = SMALL, hot(16)
+    at_home = balance_pushes.at_home(plan, 8)
+    assert (at_home.slot_expert[:8] == plan.slot_expert[:8]).all() and (at_home.slot_expert[8:] == -1).all()
+    size = 2.0 * job.model.expert_params
+    within = sum(
+        balance_pushes.port_us(balance_pushes.sized(m, size, False), job) for m in balance_pushes.by_holders(at_home)
+    )
+    far = balance_pushes.channels_us(plan, job, size, False)
+    made = balance_pushes.pushes(plan, job, kernels=True)
+    assert made.there_us == pytest.approx(within + far)
+    nic = size / 8 / (job.cluster.nic.rate * 1e3)  # an eighth through each of them
+    round_us = balance_pushes.chunk_round_us(job, 8, False)
+    assert far == pytest.approx(round_us + nic), "64 places of a ring, and four lanes that post, do more than a NIC"
+    back = balance_pushes.chunk_round_us(job, 8, True)
+    home = balance_pushes.channels_us(plan, job, 2 * size, True)
+    assert home == pytest.approx(back + 2 * size / 8 / 32768 * back / 64), "eight copies' gradients do less"
+    assert balance_pushes.channels_us(hot(8, within=True), job, size, True) == 0.0
 
 
 def test_a_given_layer_takes_the_place_of_the_exchange_model():
