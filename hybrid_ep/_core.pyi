@@ -275,6 +275,9 @@ class Engine:
     def require_blocks(self, name: str, blocks: int) -> None:
         """ValueError unless a launch may have so many blocks."""
 
+    def require_spares(self, num_blocks: int) -> None:
+        """ValueError where a push of so many blocks cannot be launched."""
+
     def reset_traffic(self) -> None: ...
 
     def set_stream(self, stream: int) -> None:

@@ -112,7 +112,7 @@ class SpareSlots:
         self._num_blocks = num_blocks or min(PUSH_BLOCKS, most)
         self._collect_blocks = num_blocks or min(COLLECT_BLOCKS, most)
         self._session = Session(meet, topology, o)
-        self._session.engine.require_blocks("num_blocks", self._num_blocks)
+        self._session.engine.require_spares(self._num_blocks)
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(o.device) if alone else None
         self._pushed: tuple[torch.Tensor, ...] | None = None  # of the push under way, what its kernel reads

@@ -58,14 +58,16 @@ def clone_experts(manager: ExactManager) -> CloneExperts:
 
 
 def _why_torch(manager: ExactManager, wanted: str) -> str | None:
-    """Why the kernels cannot push these experts, or with auto do not; the same on all ranks. None: they do."""
+    """Why the kernels cannot push these experts, or with auto do not; None: they do. All ranks, whose GPUs are alike,
+    find the same."""
     asked, device = manager.planner.options, manager.weights.owners[0].device
     far = asked.num_nodes > 1 and not asked.within_node
-    if wanted == "auto" and far and device.type == "cuda" and not devices.orders_rdma_for_peers(device):
+    asks = wanted == "auto" and far and device.type == "cuda" and not graphs.of_iterations(manager.config)
+    if asks and not devices.orders_rdma_for_peers(device):
         return (
             f"clones may lie on any of the group's {asked.num_nodes} nodes (--hybrid-ep-balance-clones anywhere, or "
             "auto with static rows), and this GPU orders what NICs write for itself alone, where its node's others "
-            "would read it; --hybrid-ep-balance-push kernels is for nodes that NVLink connects"
+            "would read it"
         )
     dtypes = {owner.dtype for owner in manager.weights.owners}
     if len(dtypes) > 1:

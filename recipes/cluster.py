@@ -88,7 +88,7 @@ class ClusterRun:
     balance_clones: str = "auto"
     """Ranks that may hold an expert's clones, of exact and both: those of its owner's node, anywhere, or auto."""
     balance_push: str = "auto"
-    """What brings weights to clones, of exact and both: kernels, in a group of one domain, torch, or auto."""
+    """What brings weights to clones, of exact and both: kernels, torch, or auto, kernels where they can."""
     static_rows: str = "none"
     """Of exact and both: dispatched rows of every micro-batch, whatever the router does; what one without a plan does:
     grow, drop or raise. none: as many rows as there are."""

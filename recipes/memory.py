@@ -142,11 +142,14 @@ def clone_bytes(run: ClusterRun) -> int:
     A spare slot holds one expert in bf16, and a layer's backward has the clones' gradients as the GEMM makes them.
     Where kernels push, both slots and gradients in fp32 are registered, and owners add what they read there. Where
     torch does, the backward has gradients in fp32 to be sent as well, and twice as many that a rank relays and sums.
+    Between nodes some GPUs leave it to torch where the choice is auto: then it is the more of the two.
     """
     one = run.clones * run.architecture.expert_params
-    if run.clones and run.pushed_by == "kernels":
-        return spare_bytes(run) + one * _BF16
-    return one * (_BF16 + _BF16 + _FP32 + 2 * _FP32)
+    by_torch = one * (_BF16 + _BF16 + _FP32 + 2 * _FP32)
+    if not run.clones or run.pushed_by == "torch":
+        return by_torch
+    by_kernels = spare_bytes(run) + one * _BF16
+    return by_kernels if run.clones_stay or run.balance_push == "kernels" else max(by_kernels, by_torch)
 
 
 def spare_bytes(run: ClusterRun) -> int:

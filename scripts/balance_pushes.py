@@ -19,7 +19,7 @@ from hybrid_ep.spares import COLLECT_BLOCKS, PUSH_BLOCKS
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 4  # a parameter
 # Of the kernels between nodes (csrc/kernels/spare_rails.h, csrc/layout/spare_channels.h): bytes of a chunk, of what a
 # warp loads of a copy together, and of how many copies; warps that post for a channel.
-CHUNK, LOADS, COPIES, POSTING = 32 * 1024, 4096, 4, 4
+CHUNK, LOADS, COPIES, POSTING = 32 * 1024, 4096, 2, 4
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ def channels_us(plan: MicrobatchPlan, job: Job, size: float, back: bool) -> floa
     if not moves:
         return 0.0
     round_us = chunk_round_us(job, copies, back)
-    slots = 1 << min(max(128 // job.shape.nodes, 4), 64).bit_length() - 1
+    number = (job.shape.nodes - 1) * width
+    slots = 1 << min(max(1024 // number, 4), 64).bit_length() - 1
     chunk_us = max(round_us / slots, job.cluster.nic.post_us.value / POSTING)
     busiest = max(crossing.values()) * size / width
     return round_us + max(port_us(sized(moves, size, back), job), busiest / CHUNK * chunk_us)

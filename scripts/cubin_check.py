@@ -85,9 +85,9 @@ BUDGETS = {
     # Of a spare slot the last warp to store speaks for all, of gradients the last to have read them.
     "push_weights": Budget(96, 3000, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
     "await_weights": Budget(80, 1150, ("ELECT", *ACQUIRES)),
-    "collect_gradients": Budget(144, 2900, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
-    "push_rails": Budget(112, 7650, (*COPIES, *ACQUIRES)),
-    "collect_rails": Budget(120, 7400, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
+    "collect_gradients": Budget(160, 2900, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
+    "push_rails": Budget(128, 7650, (*COPIES, *ACQUIRES)),
+    "collect_rails": Budget(200, 8200, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
 }
 # A fence of system scope takes about a microsecond: one a group of flags (Arch::st_release_sys_each), not one a flag. A
 # loop over peers has 13 to 42 instructions with a fence each; the shortest loop that may have one, over chunks, has 96.
@@ -99,7 +99,8 @@ FORBIDDEN_FUNCTION = r"Function : (\S*nvshmem\S*quiet\S*)"
 # loops over rows.
 NVSHMEM_REGISTERS = {"combine": 176, "dispatch": 144, "exchange": 112, "balance": 240}
 NVSHMEM_REGISTERS |= {name: 128 for name in BUDGETS if name.startswith(("latency_", "await_"))}
-NVSHMEM_REGISTERS |= {name: 152 for name in BUDGETS if name.startswith(("push_", "collect_"))}
+NVSHMEM_REGISTERS |= {name: 152 for name in BUDGETS if name.startswith("push_")}
+NVSHMEM_REGISTERS |= {"collect_gradients": 176, "collect_rails": 232}
 NVSHMEM_BUDGETS = {
     name: replace(
         budget,

@@ -207,6 +207,8 @@ void bind_engine(py::module_& m) {
       .def("place", &place, py::arg("request"), "A plan that lies in the request's memory.")
       .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),
            "Offsets in the memory of a plan; worst_case: with room for what its dispatch learns.")
+      .def("require_spares", &Engine::require_spares, py::arg("num_blocks"),
+           "ValueError where a push of so many blocks cannot be launched.")
       .def("require_blocks", &Engine::require_blocks, py::arg("name"), py::arg("blocks"),
            "ValueError unless a launch may have so many blocks.")
       .def_property_readonly("most_blocks", &Engine::most_blocks, "Of a launch: they are resident together.")

@@ -19,26 +19,40 @@ template <Arch A>
 inline constexpr int kRailEndWarps = (kRailWarps<A> - 1) / 2;
 inline constexpr uint32_t kLeastRailStage = 1024;
 
-// Shared memory of a block: the table of copies, what goes through the channels, each warp's cursors; stages of a push.
-template <Arch A>
-HEP_HOST_DEVICE uint64_t rail_facts_at(const SpareRailParams& p) {
-  return RailTable<A>::bytes(p);
-}
-template <Arch A>
-HEP_HOST_DEVICE uint64_t rail_cursors_at(const SpareRailParams& p, uint32_t warp) {
-  return rail_facts_at<A>(p) + RailFacts<A>::bytes(p) + warp * RailChannels<A>::bytes(p);
-}
-template <Arch A>
-HEP_HOST_DEVICE uint64_t rail_smem_bytes(const SpareRailParams& p) {  // without stages
-  return rail_cursors_at<A>(p, kRailWarps<A>);
+// In how many groups the warps at an end, or in the middle, share the channels. At an end a group has as many warps as
+// a ring has slots, or more, if there are so many: no more chunks of a channel are on their way. In the middle four
+// lanes post faster than a NIC takes chunks.
+HEP_HOST_DEVICE uint32_t rail_groups(const SpareRailParams& p, uint32_t workers, bool middle) {
+  const uint32_t groups = workers / (middle ? 4 : p.channels.slots), most = p.channels.number();
+  return groups < 1 ? 1 : groups < most ? groups : most;
 }
 
-// The parameters that follow from the others: stages that fit into the budget beside the table. Returns the bytes of
+// Shared memory of a block: the table of copies, what goes through the channels, cursors of the middle's warp and of
+// those at the ends; behind them, the stages of a push.
+template <Arch A>
+struct RailSmem {
+  uint64_t facts, middle, ends, each_end, bytes;
+
+  HEP_HOST_DEVICE RailSmem(const SpareRailParams& p, uint32_t blocks) {
+    const auto cursors = [&](uint32_t groups) { return sizeof(ChannelCursor) * uint64_t(rail_cursors(p, groups)); };
+    facts = RailTable<A>::bytes(p);
+    middle = facts + RailFacts<A>::bytes(p);
+    ends = middle + cursors(rail_groups(p, blocks, true));
+    each_end = cursors(rail_groups(p, blocks * kRailEndWarps<A>, false));
+    bytes = align_up(ends + each_end * (kRailWarps<A> - 1), 128);
+  }
+};
+template <Arch A>
+uint64_t rail_smem_bytes(const SpareRailParams& p, int blocks) {
+  return RailSmem<A>(p, uint32_t(blocks)).bytes;
+}
+
+// The parameters that follow from the others: stages that fit into the budget beside the rest. Returns the bytes of
 // shared memory of a block, more than the budget where none do.
 template <Arch A>
-inline uint64_t plan_push_rails(SpareRailParams& p, uint64_t budget) {
+inline uint64_t plan_push_rails(SpareRailParams& p, int blocks, uint64_t budget) {
   if (!p.node.chunk_bytes || p.node.chunk_bytes > kSpareChunk<A>) p.node.chunk_bytes = kSpareChunk<A>;
-  const uint64_t begin = rail_smem_bytes<A>(p);
+  const uint64_t begin = rail_smem_bytes<A>(p, blocks);
   for (;; p.node.chunk_bytes = p.node.chunk_bytes / 2 / 16 * 16) {
     p.node.fifo = StageFifo<A, SpareHead>::layout(begin, kSpareStages, p.node.chunk_bytes);
     p.node.fifo_stride = p.node.fifo.end - begin;
@@ -58,12 +72,7 @@ struct RailWarp {
   RailChannels<A> channels;
 
   HEP_DEVICE RailWarp(A& a, const SpareRailParams& p, C::Direction d, std::byte* smem)
-      : place(place_of(a)),
-        table(a, p, smem),
-        facts(a, p, d, smem + rail_facts_at<A>(p)),
-        channels(a, p, table, facts, d, place, worker_of(a, p, place),
-                 smem + rail_cursors_at<A>(p, uint32_t(a.warp_idx()))) {}
-  RailWarp(const RailWarp&) = delete;
+      : RailWarp(a, p, d, smem, RailSmem<A>(p, uint32_t(a.num_blocks()))) {}
   HEP_DEVICE bool fill() const { return table.fill() && facts.fill(table); }
 
  private:
@@ -71,14 +80,18 @@ struct RailWarp {
     const int warp = a.warp_idx();
     return warp == 0 ? C::kMiddle : warp % 2 ? C::kFirst : C::kLast;
   }
-  // Of a channel's chunks no more are on their way than a ring has slots: as many warps are a group at its ends. In the
-  // middle four lanes post faster than a NIC takes chunks.
+  HEP_DEVICE RailWarp(A& a, const SpareRailParams& p, C::Direction d, std::byte* smem, const RailSmem<A>& at)
+      : place(place_of(a)),
+        table(a, p, smem),
+        facts(a, p, d, smem + at.facts),
+        channels(a, p, table, facts, d, place, worker_of(a, p, place), smem + cursors_at(a, at, place)) {}
+  HEP_DEVICE static uint64_t cursors_at(A& a, const RailSmem<A>& at, C::Place place) {
+    return place == C::kMiddle ? at.middle : at.ends + uint64_t(a.warp_idx() - 1) * at.each_end;
+  }
   HEP_DEVICE static RailWorker worker_of(A& a, const SpareRailParams& p, C::Place place) {
     const uint32_t block = uint32_t(a.block_idx()), blocks = uint32_t(a.num_blocks()), ends = kRailEndWarps<A>;
-    const bool middle = place == C::kMiddle;
-    const uint32_t workers = middle ? blocks : blocks * ends, number = uint32_t(a.warp_idx() - 1) / 2;
-    const uint32_t groups = workers / (middle ? 4 : p.channels.slots), most = p.channels.number();
-    return {middle ? block : block * ends + number, workers, groups < 1 ? 1 : groups < most ? groups : most};
+    if (place == C::kMiddle) return {block, blocks, rail_groups(p, blocks, true)};
+    return {block * ends + uint32_t(a.warp_idx() - 1) / 2, blocks * ends, rail_groups(p, blocks * ends, false)};
   }
 };
 

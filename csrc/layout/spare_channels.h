@@ -30,11 +30,12 @@ struct SpareChannels {
   uint32_t slots = 1;  // of a ring, a power of two: chunks of a channel that are on their way
 
   static SpareChannels make(const SpareShape& s, uint32_t nodes, uint32_t local_ranks) {
-    const uint32_t slots = s.rail_slots ? s.rail_slots : slots_for(nodes);
-    return {nodes, local_ranks, nodes > 1 && s.rail_chunk_bytes ? s.spare_slots : 0, s.rail_chunk_bytes, slots};
+    const uint32_t spares = nodes > 1 && s.rail_chunk_bytes ? s.spare_slots : 0;
+    const uint32_t slots = s.rail_slots ? s.rail_slots : spares ? slots_for((nodes - 1) * local_ranks) : 1;
+    return {nodes, local_ranks, spares, s.rail_chunk_bytes, slots};
   }
-  // A rank's rings have much the same size from 2 nodes to 32: with more of them, more channels fill a rail together.
-  static uint32_t slots_for(uint32_t nodes) { return std::bit_floor(std::clamp(128 / nodes, 4u, 64u)); }
+  // Rings of 64 to 128 MiB, from 8 channels to 256: a hot expert has as many as there are rails and other nodes.
+  static uint32_t slots_for(uint32_t channels) { return std::bit_floor(std::clamp(1024 / channels, 4u, 64u)); }
   HEP_HOST_DEVICE uint32_t number() const { return spare_slots ? (num_nodes - 1) * num_local_ranks : 0; }
   // Of a rank on node `own`: that with node `other` and local rank `local`.
   HEP_HOST_DEVICE uint32_t channel(int own, int other, int local) const {

@@ -2,8 +2,8 @@
 // its own gradient. Experts follow one another; of one, the grid's warps take a chunk each, of all rails in turn, and
 // add what each node sends of it, from the node behind the owner's on. So an element's sums are added in this order, by
 // one lane. Warps wait, but not for each other in a ring: all take chunks in one order, which is that of every channel,
-// so that the first of all that are not added yet has its place in the ring, and a warp that waits for it. By all lanes
-// of a warp.
+// so that the first of all that are not added yet has its place in the ring, and a warp that waits for it (as all of a
+// grid's blocks run at once). By all lanes of a warp.
 #pragma once
 #include "roles/rail_channels.h"
 #include "roles/vector_sum.h"

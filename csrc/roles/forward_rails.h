@@ -44,13 +44,14 @@ class ForwardRailsRole {
     const bool comes = at.done < at.total && has_come(c, q), goes = at.done > credited && is_done_with(c, behind);
     if (goes) give_back(peer, behind);
     if (comes) hand_on(c, peer, q, stripe_.chunk(at.done % stripe_.chunks()).bytes());
-    // With all places taken, or all handed on, it is the last end that is late; else the first.
-    const bool lacks = at.done < at.total && at.done - credited < p.channels.slots, near = lacks == kPush;
     if (comes || goes) {
       const uint32_t step = channels_.members();
       channels_.set(i, {at.channel, at.done + comes * step, at.total, int32_t(credited + goes * step)});
       return true;
     }
+    // With the chunk's place taken still, or all handed on, it is the last end that is late; else the first.
+    const uint32_t slots = p.channels.slots;
+    const bool lacks = at.done < at.total && (q < slots || is_done_with(c, q - slots)), near = lacks == kPush;
     waiting = {kPush ? Site::kCloneWeights : Site::kCloneGradients,
                near ? p.world.rank_of(p.world.node(), peer.local) : p.world.rail_peer(peer.node),
                int64_t(lacks ? q : behind)};

@@ -40,7 +40,7 @@ class GatherRailsRole {
 
  private:
   // Copies, and vectors of each, that a lane reads together.
-  static constexpr int kCopies = A::kLanes < 32 ? 1 : 4, kVectors = A::kLanes < 32 ? 1 : 8;
+  static constexpr int kCopies = A::kLanes < 32 ? 1 : 2, kVectors = A::kLanes < 32 ? 1 : 8;
 
   HEP_DEVICE bool step(uint32_t i, const ChannelCursor& at, WaitInfo& waiting) {
     const uint32_t c = uint32_t(at.channel);

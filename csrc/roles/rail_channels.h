@@ -19,6 +19,12 @@ struct RailWorker {
   uint32_t number, of, groups;
 };
 
+// Cursors of a warp: of a group's channels, or, where an owner adds gradients, of the other nodes; and one behind them.
+HEP_HOST_DEVICE uint32_t rail_cursors(const SpareRailParams& p, uint32_t groups) {
+  const uint32_t channels = (p.channels.number() + groups - 1) / groups, nodes = uint32_t(p.world.num_nodes - 1);
+  return (channels > nodes ? channels : nodes) + 1;
+}
+
 template <Arch A>
 class RailChannels {
  public:
@@ -36,9 +42,6 @@ class RailChannels {
         members_((worker.of - group() + worker.groups - 1) / worker.groups),
         at_(reinterpret_cast<Vec16*>(smem)) {}
 
-  HEP_HOST_DEVICE static uint64_t bytes(const SpareRailParams& p) {
-    return align_up(sizeof(ChannelCursor) * uint64_t(p.channels.number() + 1), 128);
-  }
   HEP_DEVICE const RailWorker& worker() const { return worker_; }
   HEP_DEVICE uint32_t members() const { return members_; }  // warps that share its channels
   HEP_DEVICE ChannelCursor get(uint32_t i) const { return std::bit_cast<ChannelCursor>(a.ld_shared(at_ + i)); }

@@ -1,5 +1,5 @@
 // The last end of the channels of weights: chunks that came along this rank's rail, into all slots of its node that
-// hold their expert; the last warp to have stored one of an expert's tells its holders. By one lane of a warp.
+// hold their expert; the last warp to store a chunk of its stripe tells the holders. By one lane of a warp.
 #pragma once
 #include "roles/rail_channels.h"
 #include "roles/staged_copy.h"

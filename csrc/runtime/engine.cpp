@@ -66,7 +66,6 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   make_clone_state();
   make_spare_state();
   make_tables();
-  require_spares();
 }
 
 Engine::~Engine() {

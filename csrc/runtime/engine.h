@@ -134,6 +134,8 @@ class Engine {
   // std::invalid_argument unless a launch may have so many blocks; `name` is the argument's. Operations ask for
   // themselves before they launch anything; a caller asks before the exchange that others would follow by a dispatch.
   void require_blocks(const char* name, int64_t blocks) const;
+  // Unless pushes of so many blocks have shared memory enough here, and clones on other nodes what they need of a GPU.
+  void require_spares(int num_blocks) const;
   int most_blocks() const { return executor_->most_blocks(); }  // of a launch
   // For tests, between operations: 0xFF into every byte of this rank's rings and receive rows.
   void poison();
@@ -194,7 +196,6 @@ class Engine {
   void make_tables();
   void make_clone_state();
   void make_spare_state();
-  void require_spares() const;
   SpareParams spare_params(const SpareCall& call) const;
   SpareRailParams spare_rail_params(const SpareParams& node) const;
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;

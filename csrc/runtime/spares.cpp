@@ -64,11 +64,12 @@ SpareRailParams Engine::spare_rail_params(const SpareParams& node) const {
 }
 
 // When slots are made, not in the first step of a training.
-void Engine::require_spares() const {
-  if (!shape_.spares.spare_slots) return;
-  const SpareParams p = spare_params({});
+void Engine::require_spares(int num_blocks) const {
+  SpareCall call;
+  call.num_blocks = num_blocks;
+  const SpareParams p = spare_params(call);
   executor_->require_shared_memory(p);
-  if (layout_.channels.number()) executor_->require_shared_memory(spare_rail_params(p));
+  if (layout_.channels.number()) executor_->require_shared_memory(spare_rail_params(p), num_blocks);
 }
 
 std::shared_ptr<unsigned char> Engine::spare_memory(bool gradients) const {
@@ -84,7 +85,7 @@ void Engine::push_weights(const SpareCall& c) {
   const SpareParams p = spare_params(c);
   Call call(*this);
   const SpareRailParams rails = spare_rail_params(p);
-  executor_->require_shared_memory(p);
+  require_spares(c.num_blocks);
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
   call.run([&] {

@@ -1,6 +1,9 @@
 // Weights of clones pushed to spare slots, and their gradients added to the owners' sums: see spare_world.h.
 #include "spare_world.h"
 
+#include "arch/host/host_arch.h"
+#include "kernels/instances/host_executor.h"
+
 HEP_TEST_MAIN
 
 namespace hep::test {
@@ -111,6 +114,27 @@ TEST(of_two_ranks_on_two_nodes_each_names_the_other) {
     const std::string failed = run(c), other = "rank " + std::to_string(1 - dead),
                       gone = "rank " + std::to_string(dead);
     CHECK(failed.starts_with(other) && failed.find(" from " + gone) != std::string::npos);
+  }
+}
+// A block of the kernels between nodes fits into a GPU's 227 KiB, by the eight blocks of a default push.
+TEST(large_groups_leave_shared_memory_for_stages) {
+  const struct {
+    int nodes, local;
+    uint32_t spare, stage;
+  } kGroups[] = {{2, 8, 2, 8192},  {8, 8, 2, 8192},   {32, 8, 2, 8192}, {128, 8, 2, 4096},
+                 {96, 8, 8, 2048}, {128, 8, 3, 4096}, {14, 72, 4, 2048}};
+  for (const auto& g : kGroups) {
+    SpareShape shape;
+    shape.spare_slots = g.spare;
+    SpareRailParams p{};
+    p.world = {g.nodes, g.local, 0};
+    p.node.spare_slots = g.spare;
+    p.channels = SpareChannels::make(shape, uint32_t(g.nodes), uint32_t(g.local));
+    const uint64_t bytes = plan_push_rails<host::CheckedFibers<32>>(p, 8, (227 - 1) * 1024);
+    std::printf("%d x %d ranks, %u slots: %u bytes a stage, %llu a block\n", g.nodes, g.local, g.spare,
+                p.node.chunk_bytes, static_cast<unsigned long long>(bytes));
+    CHECK(bytes <= (227 - 1) * 1024 && p.node.chunk_bytes == g.stage);
+    CHECK(p.channels.ring_bytes() <= (g.nodes * g.local <= 256 ? 128ull << 20 : 512ull << 20));
   }
 }
 TEST(shapes_that_no_kernel_could_fill_are_refused) {

@@ -42,24 +42,26 @@ def test_who_pushes_is_chosen_and_said():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "nodes", "within", "device", "order", "by_torch"),
+    ("wanted", "nodes", "within", "device", "order", "graph", "by_torch"),
     [
-        ("auto", 2, False, "cuda:1", 100, True),
-        ("auto", 2, False, "cuda:1", 200, False),
-        ("auto", 2, True, "cuda:1", 100, False),
-        ("auto", 1, False, "cuda:1", 100, False),
-        ("kernels", 2, False, "cuda:1", 100, False),
-        ("auto", 2, False, "cpu", 0, False),
+        ("auto", 2, False, "cuda:1", 100, "none", True),
+        ("auto", 2, False, "cuda:1", 200, "none", False),
+        ("auto", 2, True, "cuda:1", 100, "none", False),
+        ("auto", 1, False, "cuda:1", 100, "none", False),
+        ("kernels", 2, False, "cuda:1", 100, "none", False),
+        ("auto", 2, False, "cpu", 0, "none", False),
+        ("auto", 2, False, "cuda:1", 100, "full_iteration", False),  # which torch's way cannot serve
     ],
 )
 def test_torch_pushes_to_any_node_where_gpus_order_rdma_for_themselves(
-    monkeypatch, wanted, nodes, within, device, order, by_torch
+    monkeypatch, wanted, nodes, within, device, order, graph, by_torch
 ):
     known = {"devices": [{"rdma_order": 200}, {"rdma_order": order}]}
     monkeypatch.setattr(balance_kernels.devices, "load", lambda: known)
     owner = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16)
     manager = SimpleNamespace(
         planner=SimpleNamespace(options=SimpleNamespace(num_nodes=nodes, within_node=within)),
+        config=SimpleNamespace(cuda_graph_impl=graph, cuda_graph_modules=[]),
         weights=SimpleNamespace(owners=[owner], shapes=[(8, 8)]),
     )
     why = balance_kernels._why_torch(manager, wanted)

@@ -154,9 +154,7 @@ def test_plans_of_several_nodes_give_owners_weights_and_sums_in_their_order(
         declared = {"num_of_hybrid_ep_ranks_per_nvlink_domain": per_node, "clones_within_node": within_node}
         slots = make(group, spare, owned, dtype, executor=executor, **declared)
         rings = slots.memory_report().regions["spare_channel_rings"]
-        assert rings == (
-            0 if within_node else 4 * (num_nodes - 1) * per_node * (64 if num_nodes == 2 else 32) * 32 * 1024
-        )
+        assert rings == (0 if within_node else 4 * (num_nodes - 1) * per_node * 64 * 32 * 1024)
         clones = train(slots, rank, seed, ranks, spare, owned, dtype, per_node=per_node, within_node=within_node)
         slots.destroy()
         return clones

@@ -38,7 +38,7 @@ struct TableView {
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
 // table counts it here, so that a library of another build is refused.
-inline constexpr uint64_t kExecutorVersion = 11;
+inline constexpr uint64_t kExecutorVersion = 12;
 
 // All that parameters point at lies in the kernels' memory.
 class Executor {
@@ -73,7 +73,7 @@ class Executor {
   virtual void require_shared_memory(const LatencyDispatchParams&, int /*num_blocks*/) const {}
   virtual void require_shared_memory(const BalanceParams&) const {}
   virtual void require_shared_memory(const SpareParams&) const {}
-  virtual void require_shared_memory(const SpareRailParams&) const {}
+  virtual void require_shared_memory(const SpareRailParams&, int /*num_blocks*/) const {}
 
   // Memory of the machine that the kernels run on. Segments and the caller's tensors lie there, and so does what
   // kernels keep between launches (allocate: zeroed). write and read are ordered with the launches.
