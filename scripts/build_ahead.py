@@ -55,7 +55,7 @@ class Ahead:
     def __init__(self, builds):
         BUILD.mkdir(parents=True, exist_ok=True)
         self.waiting, self.name, self.runner = dict(builds), None, None
-        self.changed = threading.Condition()
+        self.changed, self.ended = threading.Condition(), False
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 
@@ -84,19 +84,24 @@ class Ahead:
 
     def leave_to(self, name, deadline):
         """A stage begins, and makes what is left of its build itself: waits while that is being made here, and takes it
-        off the list where it is not begun. StageTimeout at the deadline."""
+        off the list where it is not begun. StageTimeout at the deadline, Ended where all is ended."""
         with self.changed:
             self.waiting.pop(name, None)
             if self.name != name:
                 return
             self.runner.hurry()
-            if not self.changed.wait_for(lambda: self.name != name, max(1.0, deadline - time.monotonic())):
+            left_s = max(1.0, deadline - time.monotonic())
+            if not self.changed.wait_for(lambda: self.ended or self.name != name, left_s):
                 raise StageTimeout
+            if self.ended:
+                raise Ended
 
     def end(self):
         """Nothing of it runs on."""
         with self.changed:
+            self.ended = True
             self.waiting.clear()
             if self.runner:
                 self.runner.end()
+            self.changed.notify_all()
         self.thread.join(LIMIT_S)

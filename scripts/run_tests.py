@@ -1,19 +1,22 @@
-"""All checks and tests, stage after stage, never two at once (the stages start many processes themselves),
-and a table of what passed at the end. Exits with 1 if any stage failed. What later stages have to download and build is
-made beside the first ones, on the cores that those leave idle (build_ahead.py).
+"""All checks and tests, stage after stage, and a table of what passed at the end. Exits with 1 if any stage failed.
+`python` and the two of Megatron start many processes themselves and run alone, while what later ones have to download
+and build is made beside them, on the cores that they leave idle (build_ahead.py). The others compute on one core, and
+run two at a time (TOGETHER, stage_pairs.py).
 
     python scripts/run_tests.py [--only lint,cpp,python] [--quick] [--budget-minutes 38]
 
 Runs in the Python of the environment that scripts/setup_env.py made (`make test` does both)."""
 
 import argparse
+import functools
 import signal
 import sys
 import time
 
 from build_ahead import Ahead
+from stage_pairs import two_at_a_time
 from stage_result import Result, result_of
-from stage_runner import BUILD, ROOT, Runner, StageTimeout, at_once
+from stage_runner import BUILD, ROOT, LateRunner, Runner, StageTimeout, at_once
 
 
 def has_tests(folder):
@@ -195,16 +198,27 @@ STAGES = {
     "docs": (docs, 3, False),
     "python": (python, 30, True),
     "megatron": (megatron, 20, True),
-    "slurm": (slurm, 15, False),
     "megatron-oldest": (megatron_oldest, 20, False),
+    "slurm": (slurm, 15, False),
     "cpp": (cpp, 10, True),
     "cpp-mutants": (lambda runner: runner.ctest("cpp-mutants", "mutants"), 10, False),
     "cpp-tsan": (lambda runner: runner.ctest("cpp-tsan", "thread"), 15, False),
     "cpp-asan": (lambda runner: runner.ctest("cpp-asan", "address"), 15, False),
     "python-asan": (python_asan, 15, False),
     "cuda": (cuda, 15, False),
-    "ptx": (ptx, 15, False),
+    "ptx": (ptx, 25, False),
 }
+
+# Which stages run two at a time, in the order in which they begin: each uses one core, and those of the second group
+# had no more beside programs of their own. None looks at all of /dev/shm, where another's segments come and go.
+TOGETHER = (
+    ("docs", "types", "layers", "lint"),
+    ("slurm", "cpp-asan", "cuda", "ptx", "cpp-tsan", "cpp-mutants", "cpp", "python-asan"),
+)
+# Beside two others: its jobs wait for Slurm's daemons.
+BESIDE = {"slurm"}
+# Which of these uses what another has made, or would write the same files.
+AFTER = {"ptx": "cuda", "python-asan": "cpp-asan"}
 
 
 # ---- what stages build, made ahead of them where there are stages before them
@@ -244,31 +258,52 @@ def run_stages(names, quick, budget_s):
         ahead.end()
 
 
+def groups(names):
+    """The names, those of each of TOGETHER that are among them as one group where its first stands."""
+    left, found = list(names), []
+    while left:
+        together = next((group for group in TOGETHER if left[0] in group), (left[0],))
+        found.append([name for name in together if name in left])
+        left = [name for name in left if name not in together]
+    return found
+
+
 def run_each(names, ahead, quick, budget_s):
-    end = time.monotonic() + budget_s
+    work = functools.partial(run_stage, ahead, time.monotonic() + budget_s)
     results = {}
-    for name in names:
-        function, minutes, _ = STAGES[name]
-        start = time.monotonic()
-        if start >= end:
-            results[name] = Result("FAILED", note="not run: the time budget is spent")
-            continue
-        print(f"\n=== {name}", flush=True)
-        runner = Runner(quick)
-        runner.deadline = min(end, start + 60 * minutes)
-        limit_s = runner.deadline - start
-        try:
-            ahead.leave_to(name, runner.deadline)
-            result = function(runner)
-        except StageTimeout:
-            result = Result("FAILED", note=f"stopped after {limit_s:.0f} s")
-        result.seconds = time.monotonic() - start
-        results[name] = result
-    return results
+    for group in groups(names):
+        if len(group) > 1:
+            print(f"\n=== {', '.join(group)}, two at a time; what they print is shown as they end", flush=True)
+            runners = functools.partial(late_runner, quick)
+            results |= two_at_a_time(group, AFTER, BESIDE, runners, work, ahead.end)
+        else:
+            print(f"\n=== {group[0]}", flush=True)
+            results[group[0]] = work(group[0], Runner(quick))
+    return {name: results[name] for name in names}
 
 
-def table(results):
-    """The summary, one line a stage."""
+def late_runner(quick, cores):
+    return LateRunner(Runner(quick, cores))
+
+
+def run_stage(ahead, end, name, runner):
+    function, minutes, _ = STAGES[name]
+    start = time.monotonic()
+    if start >= end:
+        return Result("FAILED", note="not run: the time budget is spent")
+    runner.deadline = min(end, start + 60 * minutes)
+    limit_s = runner.deadline - start
+    try:
+        ahead.leave_to(name, runner.deadline)
+        result = function(runner)
+    except StageTimeout:
+        result = Result("FAILED", note=f"stopped after {limit_s:.0f} s")
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def table(results, seconds):
+    """The summary, one line a stage; seconds: that all took."""
     lines = [f"{'stage':<15} {'result':<8} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}  note"]
     for name, result in results.items():
         counts = [str(n) for n in result.counts] if result.counts else ["-"] * 3
@@ -277,7 +312,6 @@ def table(results):
             f"{result.seconds:>8.1f}  {result.note}".rstrip()
         )
     failed = [name for name, result in results.items() if result.status == "FAILED"]
-    seconds = sum(result.seconds for result in results.values())
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all stages passed"
     return "\n".join([*lines, f"run_tests: {verdict} ({seconds:.0f} s)"]), not failed
 
@@ -295,7 +329,9 @@ def main():
     # Stages run in sessions of their own: an end from outside must pass through the code that ends them.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        summary, good = table(run_stages(names, args.quick, 60 * args.budget_minutes))
+        start = time.monotonic()
+        results = run_stages(names, args.quick, 60 * args.budget_minutes)
+        summary, good = table(results, time.monotonic() - start)
     except KeyboardInterrupt:
         sys.exit("\nrun_tests: interrupted")
     print("\n" + summary, flush=True)

@@ -28,10 +28,10 @@ class Ended(Exception):
 
 
 class Runner:
-    """Runs the commands of a stage within the stage's deadline."""
+    """Runs the commands of a stage within the stage's deadline. cores: that they may use at once."""
 
-    def __init__(self, quick):
-        self.quick = quick
+    def __init__(self, quick, cores=2):
+        self.quick, self.cores = quick, cores
         self.deadline = time.monotonic()
         self.variables = {}  # of the commands' environment, beside those of all stages
         self.lock = threading.Lock()
@@ -120,7 +120,7 @@ class Runner:
             return Result("FAILED", note="does not build")
         report = BUILD / f"{name}.xml"
         report.unlink(missing_ok=True)
-        # Two at once: one program waits for deadlines most of its time, another computes.
+        # Two at once, where it may: one program waits for deadlines most of its time, another computes.
         status, last = self.run(
             [
                 build_core.tool("ctest"),
@@ -132,7 +132,7 @@ class Runner:
                 "--test-output-truncation",
                 "head",
                 "--parallel",
-                "2",
+                self.cores,
                 "--timeout",
                 "300",
                 "--output-junit",
@@ -146,7 +146,7 @@ class LateRunner(Runner):
     """What it has to say is shown later, by another."""
 
     def __init__(self, beside):
-        super().__init__(beside.quick)
+        super().__init__(beside.quick, beside.cores)
         self.deadline, self.variables, self.said = beside.deadline, beside.variables, []
 
     def show(self, text):
@@ -154,8 +154,10 @@ class LateRunner(Runner):
 
 
 def at_once(runner, *parts):
-    """The results of functions of a runner that take a core each, run at the same time; what the later ones print is
-    shown after the first's."""
+    """The results of functions of a runner that take a core each, run at the same time, where the runner has the cores;
+    what the later ones print is shown after the first's."""
+    if runner.cores == 1:
+        return [part(runner) for part in parts]
     runners = [runner, *(runner.late() for _ in parts[1:])]
     with ThreadPoolExecutor(len(parts)) as pool:
         working = [pool.submit(part, its_own) for part, its_own in zip(parts, runners, strict=True)]

@@ -16,6 +16,7 @@ import build_ahead
 import build_cuda
 import cuda_packages
 import run_tests
+import stage_pairs
 import stage_runner
 import test_matrix
 
@@ -27,7 +28,7 @@ def test_why_the_oldest_megatron_has_no_environment_is_in_the_note(monkeypatch):
     runner = StandInRunner("--prepare", says=f"test_matrix: {REASON}")
     result = run_tests.megatron_oldest(runner)
     assert (result.status, result.note) == ("FAILED", f"its environment cannot be made: {REASON}")
-    assert REASON in run_tests.table({"megatron-oldest": result})[0]
+    assert REASON in run_tests.table({"megatron-oldest": result}, 1.0)[0]
 
 
 # ---- parts of a stage that run at once
@@ -66,6 +67,162 @@ def test_a_part_that_raises_ends_the_others(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         stage_runner.at_once(real_runner(), fails, python("import time; time.sleep(50)"))
     assert time.monotonic() - begun < 30
+
+
+def test_parts_come_one_after_the_other_where_a_runner_has_one_core():
+    running = []
+
+    def part(runner):
+        running.append(1)
+        time.sleep(0.01)
+        return len(running), running.clear()
+
+    assert stage_runner.at_once(stage_runner.Runner(False, cores=1), part, part) == [(1, None)] * 2
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_programs_of_a_runner_are_as_many_at_once_as_its_cores(monkeypatch, cores):
+    commands = []
+    runner = stage_runner.Runner(False, cores).late()
+    monkeypatch.setattr(runner, "run", lambda command, quiet=False: commands.append(command) or (0, ""))
+    runner.ctest("cpp", "")
+    assert commands[-1][commands[-1].index("--parallel") + 1] == cores
+
+
+# ---- stages that run two at a time
+
+
+@pytest.fixture
+def pairs(monkeypatch):
+    """Runs names two at a time, on as many cores as are said, with a work(name, runner); a list of who gave up."""
+    monkeypatch.setattr(stage_runner, "KILL_AFTER_S", 5)
+    gave_up = []
+
+    def run(names, work, after=None, cores=2, beside=()):
+        monkeypatch.setattr(stage_pairs, "usable_cores", lambda: cores)
+
+        def runner(its_own):
+            return stage_runner.LateRunner(stage_runner.Runner(False, its_own))
+
+        return stage_pairs.two_at_a_time(names, after or {}, beside, runner, work, lambda: gave_up.append(True))
+
+    run.gave_up = gave_up
+    return run
+
+
+def test_stages_run_two_at_a_time_in_order_and_print_one_after_the_other(pairs, capsys):
+    """a ends once b and c have said something, and c once a has ended."""
+    begun, events = [], {name: threading.Event() for name in "abcd"}
+    waits_for = {"a": "bc", "c": "a"}
+
+    def work(name, runner):
+        begun.append(name)
+        runner.show(f"{name} begins\n")
+        if name != "a":
+            events[name].set()
+        for other in waits_for.get(name, ""):
+            assert events[other].wait(60)
+        runner.show(f"{name} ends\n")
+        events[name].set()
+        return name.upper()
+
+    assert pairs("abcd", work) == dict(zip("abcd", "ABCD", strict=True))
+    assert begun == ["a", "b", "c", "d"]
+    said = [line for line in capsys.readouterr().out.splitlines() if line and not line.startswith("...")]
+    blocks = [said[i : i + 3] for i in range(0, len(said), 3)]
+    assert sorted(blocks) == [[f"=== {name}", f"{name} begins", f"{name} ends"] for name in "abcd"]
+
+
+def test_a_stage_begins_when_the_one_that_it_needs_has_ended(pairs):
+    order = []
+
+    def work(name, runner):
+        order.append(f"{name} begins")
+        if name == "cuda":
+            end = time.monotonic() + 20
+            while "cpp begins" not in order:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        order.append(f"{name} ends")
+
+    pairs(["cuda", "ptx", "cpp"], work, {"ptx": "cuda", "cpp": "not among them"})
+    assert order.index("cpp begins") < order.index("cuda ends") < order.index("ptx begins")
+
+
+def test_a_stage_that_waits_takes_no_core_from_two_others(pairs):
+    meet = threading.Barrier(3)
+
+    def work(name, runner):
+        if name != "last":
+            meet.wait(60)
+
+    pairs(["slurm", "cpp", "cuda", "last"], work, beside={"slurm"})  # all three wait for one another
+
+
+@pytest.mark.parametrize("cores, at_once, each", [(1, 1, 1), (2, 2, 1), (16, 2, 2)])
+def test_cores_are_shared_out(pairs, cores, at_once, each):
+    running, most, has = [], [], []
+
+    def work(name, runner):
+        running.append(name)
+        time.sleep(0.05)
+        most.append(len(running))
+        has.append(runner.cores)
+        running.remove(name)
+
+    pairs("abcd", work, cores=cores)
+    assert max(most) == at_once and has == [each] * 4
+
+
+def test_a_stage_that_raises_ends_the_other_and_what_it_said_is_shown(pairs, capsys):
+    begun = time.monotonic()
+
+    def work(name, runner):
+        if name == "bad":
+            time.sleep(0.5)
+            raise KeyboardInterrupt
+        runner.run([sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(50)"])
+
+    with pytest.raises(KeyboardInterrupt):
+        pairs(["long", "bad", "never"], work)
+    said = capsys.readouterr().out
+    assert time.monotonic() - begun < 30 and pairs.gave_up == [True]
+    assert "=== long\n+ " in said and "never" not in said
+
+
+def test_stages_are_grouped_where_the_first_of_a_group_stands(monkeypatch):
+    monkeypatch.setattr(run_tests, "TOGETHER", (("slow", "quick"), ("other",)))
+    assert run_tests.groups(["lint", "quick", "python", "slow", "other"]) == [
+        ["lint"],
+        ["slow", "quick"],
+        ["python"],
+        ["other"],
+    ]
+
+
+def test_every_stage_of_a_group_is_one_and_begins_after_one_of_its_group():
+    for group in run_tests.TOGETHER:
+        assert set(group) <= set(run_tests.STAGES)
+    for later, earlier in run_tests.AFTER.items():
+        assert any(group.index(earlier) < group.index(later) for group in run_tests.TOGETHER if later in group)
+
+
+def test_results_are_in_the_order_of_the_stages_whoever_ended_first(monkeypatch):
+    monkeypatch.setattr(run_tests, "TOGETHER", (("slow", "quick"),))
+    seconds = {"lint": 0, "quick": 0, "slow": 0.3, "late": 0.9}
+
+    def stage(name):
+        return lambda runner: time.sleep(seconds[name]) or run_tests.Result("passed", note=name)
+
+    for name in seconds:
+        monkeypatch.setitem(run_tests.STAGES, name, (stage(name), 0.01, True))
+    monkeypatch.setattr(run_tests, "BUILDS", {})
+    results = run_tests.run_stages(["lint", "quick", "slow", "late"], False, 60)
+    assert list(results) == ["lint", "quick", "slow", "late"]
+    assert [result.note for result in results.values()] == ["lint", "quick", "slow", "late"]
+    assert results["slow"].seconds > results["quick"].seconds
+    spent = run_tests.run_stages(["quick", "slow"], False, -1)
+    assert [result.note for result in spent.values()] == ["not run: the time budget is spent"] * 2
 
 
 # ---- builds ahead of their stages
@@ -152,6 +309,23 @@ def test_the_end_of_the_stages_ends_what_is_built_ahead(ahead):
     assert builds.runner.process.poll() is not None and not builds.thread.is_alive() and made == []
 
 
+def test_a_stage_that_waits_for_its_build_waits_no_longer_once_all_is_ended(ahead):
+    builds = ahead({"cpp": python("import time; time.sleep(600)")})
+    until(lambda: builds.runner and builds.runner.process)
+    ended = []
+
+    def stage():
+        with pytest.raises(stage_runner.Ended):
+            builds.leave_to("cpp", time.monotonic() + 60)
+        ended.append(True)
+
+    waits = threading.Thread(target=stage)
+    waits.start()
+    builds.end()
+    waits.join(20)
+    assert ended
+
+
 def test_a_build_that_fails_ahead_keeps_none_from_being_made(ahead, tmp_path):
     made = []
     builds = ahead({"cpp": lambda runner: 1 // 0, "cuda": lambda runner: made.append("cuda")})
@@ -173,6 +347,7 @@ def test_what_stages_build_is_made_ahead_of_the_first_that_has_others_before_it(
             left.append("end")
 
     monkeypatch.setattr(run_tests, "Ahead", StandIn)
+    monkeypatch.setattr(run_tests, "TOGETHER", ())
     for name in ("cpp", "layers", "cuda"):
         monkeypatch.setitem(run_tests.STAGES, name, (lambda runner: run_tests.Result("passed"), 1, True))
     run_tests.run_stages(["cpp", "layers", "cuda"], False, 60)
@@ -181,6 +356,8 @@ def test_what_stages_build_is_made_ahead_of_the_first_that_has_others_before_it(
 
 class StandInRunner:
     """Notes the commands of a stage; those that have one of the words in `failing` fail."""
+
+    cores = 2
 
     def __init__(self, *failing, says=""):
         self.failing, self.says, self.commands, self.variables = failing, says, [], {}
