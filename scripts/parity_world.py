@@ -25,6 +25,8 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no compile workers
     "OMP_NUM_THREADS": "1",  # ranks share few cores
 }
+# Modules that the fork server imports; one that is not there is left to the ranks. Add to them before the first world.
+PRELOAD = ["parity_preload"]
 _context = None
 
 
@@ -52,7 +54,7 @@ def _fork_server():
         paths = [str(ROOT), str(Path(__file__).resolve().parent)]
         sys.path += [path for path in paths if path not in sys.path]
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["parity_preload"])
+        _context.set_forkserver_preload(PRELOAD)
         before = dict(os.environ)
         os.environ.update(ENVIRONMENT)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before.get("PYTHONPATH"), *paths]))

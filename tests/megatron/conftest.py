@@ -14,6 +14,11 @@ for folder in (ROOT, ROOT / "scripts", Path(__file__).resolve().parent):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
+import parity_world  # noqa: E402  (of this checkout)
+
+# Programs of many tests import them, each rank for itself.
+parity_world.PRELOAD += ["pytest", "hybrid_ep.cli.parser", "hybrid_ep.perf.dwdp", "hybrid_ep.testing", "recipes.model"]
+
 
 @pytest.fixture
 def megatron_flags():

@@ -2,6 +2,7 @@
 noticed."""
 
 import os
+import sys
 
 import parity
 import parity_field_notes
@@ -14,6 +15,18 @@ from parity_worker import SABOTAGE, VARIANTS, Case, run_cases
 def train(cases):
     outcome = parity_world.run_world(run_cases, parity.NUM_RANKS, (cases,), timeout_s=280)[0]
     return parity.compare(cases, outcome["records"])
+
+
+def imported(names):
+    return [name in sys.modules for name in names]
+
+
+@pytest.mark.version_free
+def test_what_ranks_have_in_common_is_imported_before_they_are_forked():
+    """Nothing of ours that is imported only where Megatron is patched: what is so before that is tested, too."""
+    names = ("megatron.core.models.gpt.gpt_model", "hybrid_ep.buffer", "hybrid_ep.spares", "recipes.model")
+    assert parity_world.run_world(imported, 1, (names,)) == [[True] * len(names)]
+    assert parity_world.run_world(imported, 1, (["megatron_patches.buffers", "deep_ep"],)) == [[False, False]]
 
 
 def test_quick_parity_on_both_hooks():
