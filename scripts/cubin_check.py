@@ -190,18 +190,20 @@ def count_instructions(text, kernels):
     """Adds the opcodes of cuobjdump -sass to the kernels."""
     arch, kernel, code = "", None, {}
     for line in text.splitlines():
-        if match := re.match(r"\s*arch = (\S+)", line):
+        if opcode := opcode_of(line):  # first, for nearly all lines are instructions
+            if kernel:
+                kernel.opcodes[opcode] += 1
+                kernel.instructions += opcode != "NOP"
+                code.setdefault((kernel.name, kernel.rail, arch), []).append(sass_loops.instruction_of(line))
+        elif match := re.match(r"\s*arch = (\S+)", line):
             arch = match[1]
         elif match := re.match(r"\s*Function : (\S+)", line):
             named = kernel_of(match[1], arch)
             kernel = kernels.get((named.name, named.rail, arch)) if named else None
-        elif kernel and (opcode := opcode_of(line)):
-            kernel.opcodes[opcode] += 1
-            kernel.instructions += opcode != "NOP"
-            code.setdefault((kernel.name, kernel.rail, arch), []).append(sass_loops.instruction_of(line))
     for key, instructions in code.items():
         instructions = [i for i in instructions if i]
-        kernels[key].system_fences = sum(bool(re.search(SYSTEM_FENCE, text)) for _, text in instructions)
+        is_fence = re.compile(SYSTEM_FENCE).search
+        kernels[key].system_fences = sum(is_fence(text) is not None for _, text in instructions)
         kernels[key].fences_in_short_loops = tuple(sass_loops.in_short_loops(instructions, SYSTEM_FENCE, SHORT_LOOP))
         if kernels[key].name in sass_reduce.KERNELS:
             kernels[key].row_loops = sass_reduce.row_loops(instructions)
@@ -211,9 +213,12 @@ def count_instructions(text, kernels):
             kernels[key].route = sass_route.of(instructions)
 
 
+OPCODE = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+
+
 def opcode_of(line):
     """The opcode that a line of cuobjdump -sass shows, None where it shows none."""
-    match = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", line)
+    match = OPCODE.match(line)
     return match and match[1]
 
 

@@ -7,6 +7,8 @@ is alone on its scheduler waits them out; nothing else is charged, so that a mea
 conflicts, misses of the L2, other warps of the scheduler and instruction fetches are missing."""
 
 import re
+from functools import lru_cache
+from typing import NamedTuple
 
 GLOBAL_LOAD = r"LDG|LD\b|ATOM"
 # Pattern of the opcode: clocks from its issue to the issue of what reads its result. First match.
@@ -30,6 +32,7 @@ _NO_RESULT = re.compile(
 )
 
 
+@lru_cache(maxsize=4096)
 def latency(opcode):
     return next(clocks for pattern, clocks in LATENCIES if re.match(pattern, opcode))
 
@@ -76,31 +79,65 @@ def way_clocks(before, texts):
     return issued[-1] - issued[len(lead) - 1]
 
 
+class _Issue(NamedTuple):
+    """What an instruction does to the clocks of those behind it, by its text alone."""
+
+    written: list[str]
+    read: list[str]
+    latency: int
+    fence: bool
+    synchronises: bool
+    accesses: bool
+    remembered: bool  # fences wait for it
+    slow: bool  # a load from global memory
+    jumps: bool
+
+    @classmethod
+    def of(cls, text):
+        opcode, written, read = operands(text)
+        return cls(
+            written,
+            read,
+            latency(opcode),
+            bool(re.match(r"MEMBAR|FENCE", opcode)),
+            opcode.startswith("SYNCS"),
+            bool(re.match(r"LD|ST|SYNCS|UBLKCP", opcode)),
+            bool(re.match(r"LD|SYNCS", opcode)),
+            bool(re.match(GLOBAL_LOAD, opcode)),
+            opcode == "BRA" and not text.startswith("@"),
+        )
+
+
+_issue = lru_cache(maxsize=1 << 16)(_Issue.of)
+
+
 def _issue_each(texts, boards=()):
     """The clock at which each instruction issues."""
     ready, shared, memory, fenced, clock, issued, board_done = {}, 0, 0, 0, -1, [], {}
-    parsed = {}
     for text, (board, waits) in zip(texts, boards or [(None, ())] * len(texts), strict=True):
-        if text not in parsed:
-            parsed[text] = operands(text)
-        opcode, written, read = parsed[text]
-        clock = max([clock + 1, *(ready.get(name, 0) for name in read), *(board_done.get(b, 0) for b in waits)])
-        fence, accesses = re.match(r"MEMBAR|FENCE", opcode), re.match(r"LD|ST|SYNCS|UBLKCP", opcode)
-        if fence or opcode.startswith("SYNCS"):  # behind what was loaded before it; a barrier is not behind the L2
-            clock = max(clock, memory if fence else shared)
-        if accesses:
+        one = _issue(text)
+        clock += 1
+        for name in one.read:
+            if ready.get(name, 0) > clock:
+                clock = ready[name]
+        for name in waits:
+            if board_done.get(name, 0) > clock:
+                clock = board_done[name]
+        if one.fence or one.synchronises:  # behind what was loaded before it; a barrier is not behind the L2
+            clock = max(clock, memory if one.fence else shared)
+        if one.accesses:
             clock = max(clock, fenced)
-        done = clock + latency(opcode)
-        for name in written:
+        done = clock + one.latency
+        for name in one.written:
             ready[name] = done
         if board is not None:
             board_done[board] = max(board_done.get(board, 0), done)
-        if fence:
+        if one.fence:
             fenced = shared = memory = max(memory, done)
-        elif re.match(r"LD|SYNCS", opcode):
+        elif one.remembered:
             memory = max(memory, done)
-            shared = shared if re.match(GLOBAL_LOAD, opcode) else max(shared, done)
+            shared = shared if one.slow else max(shared, done)
         issued.append(clock)
-        if opcode == "BRA" and not text.startswith("@"):
+        if one.jumps:
             clock += TAKEN_BRANCH - 1
     return issued

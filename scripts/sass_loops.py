@@ -7,6 +7,8 @@ import re
 from bisect import bisect_right
 
 INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+GUARDED = re.compile(r"(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+PARTS_WAYS = re.compile(r"\b(BRA|EXIT|RET|BRX)\b(?!\.DIV)")
 BRANCH = re.compile(r"\bBRA\b.*\b0x([0-9a-f]+)")
 
 
@@ -22,7 +24,7 @@ def loops(instructions):
     index = {address: i for i, (address, _) in enumerate(instructions)}
     found = []
     for i, (_, text) in enumerate(instructions):
-        match = BRANCH.search(text)
+        match = BRANCH.search(text) if "BRA" in text else None
         first = index.get(int(match[1], 16)) if match else None
         if first is not None and first < i:
             found.append((first, i))
@@ -34,9 +36,9 @@ def in_short_loops(instructions, wanted, shorter_than):
     of fewer than `shorter_than` instructions."""
     by_length = loops(instructions)
     short = by_length[: bisect_right(by_length, shorter_than - 2, key=lambda loop: loop[1] - loop[0])]
-    found = []
+    found, is_wanted = [], re.compile(wanted).search
     for i, (_, text) in enumerate(instructions):
-        if re.search(wanted, text):
+        if is_wanted(text):
             innermost = next((loop for loop in short if loop[0] <= i <= loop[1]), None)
             if innermost:
                 found.append((text, innermost[1] - innermost[0] + 1))
@@ -49,7 +51,7 @@ def successors(instructions):
     index = {address: i for i, (address, _) in enumerate(instructions)}
     after = []
     for i, (_, text) in enumerate(instructions):
-        guarded, opcode = re.match(r"(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text).groups()
+        guarded, opcode = GUARDED.match(text).groups()
         target = BRANCH.search(text) if opcode.startswith("BRA") and opcode != "BRA.DIV" else None
         ends = opcode.split(".")[0] in ("EXIT", "RET", "BRX") or (target and not re.search(r"\bU?P\d", text))
         here = [] if ends and not (guarded and opcode != "BRA") else [i + 1]
@@ -81,15 +83,15 @@ def runs(instructions, wanted, least):
     """Indices of the first instruction of each run without a branch or a branch's target in it that has at least
     `least` instructions that match the pattern."""
     targets = {int(m[1], 16) for _, text in instructions if (m := BRANCH.search(text))}
-    found, hits = [], []
+    found, hits, is_wanted = [], [], re.compile(wanted).search
     for i, (address, text) in enumerate([*instructions, (None, "BRA")]):
         if address in targets or address is None:
             if len(hits) >= least:
                 found.append(hits[0])
             hits = []
-        if re.search(wanted, text):
+        if is_wanted(text):
             hits.append(i)
-        if re.search(r"\b(BRA|EXIT|RET|BRX)\b(?!\.DIV)", text):
+        if PARTS_WAYS.search(text):
             if len(hits) >= least:
                 found.append(hits[0])
             hits = []

@@ -29,8 +29,15 @@ def claims(path):
     return {(p["op"], p["num_sms"]): p["shares"] for p in world["published"] if p["kind"] == "claim"}
 
 
-def test_the_blog_s_three_conditions_beside_published_figures(tmp_path, capsys):
+def test_the_blog_s_three_conditions_beside_published_figures(tmp_path, capsys, monkeypatch):
     out = tmp_path / "b.json"
+    answers, measure = [], events.measure
+
+    def kept(*args, **options):
+        answers.append((args, options, measure(*args, **options)))
+        return answers[-1][-1]
+
+    monkeypatch.setattr(events, "measure", kept)  # some seconds: once is enough
     run = ["bench", "--preset", "hybrid-ep-blog", "--backend", "sim", "--op", "dispatch,combine", "-J", str(out)]
     assert main(run) == EXIT_OK
     printed = capsys.readouterr().out
@@ -57,7 +64,9 @@ def test_the_blog_s_three_conditions_beside_published_figures(tmp_path, capsys):
         for w in worlds
     ]
     assert set(shares[0]) == {(op, 8) for op in model.OPS} and shares[1:] == [{}, {}]
-    got = events.measure(Shape(8, 8, 4096, 8192, 8, 16), clusters.get("h100_8x400g"), num_sms=8)
+    ((args, options, got),) = answers
+    assert args == (Shape(8, 8, 4096, 8192, 8, 16), clusters.get("h100_8x400g"))
+    assert {name: value for name, value in options.items() if value is not None} == {"num_sms": 8}
     for row in worlds[0]["rows"]:
         if row["num_sms"] == 8:
             found = shares[0][row["op"], 8]

@@ -254,7 +254,7 @@ def test_each_kernel_has_its_loops():
             {"opcodes": tuple(o.replace("STRONG.SYS", "STRONG.GPU") for o in ALL)},
             "dispatch<P2PDevice> sm_90a: has no ATOMG.STRONG.SYS",
         ),
-        ({"repeat": 2000}, "instructions, at most"),
+        ({"repeat": 700}, "instructions, at most"),
         ({"leave_out": ("dispatch", "P2PDevice", "sm_100")}, "dispatch<P2PDevice> sm_100: is not in the library"),
     ],
 )
