@@ -101,18 +101,18 @@ class Load(NamedTuple):
         )
 
     def at(self, fitted: Compute) -> PerToken:
-        """Products and the tensors between them."""
-        experts, _, moe_others, dense_layer, mtp_more, head = self.products(
-            self.peak * fitted.gemm * 1e6, self.peak_bf16 * fitted.gemm * 1e6
-        )
-        wide = fitted.passes * self.layer_us
+        """Products and the tensors between them. Unpacked, for a fit asks some hundred thousand times."""
+        experts, others, dense, mtp_more, attention, head, around_us, layer_us, logits_us, peak, peak_bf16 = self
+        passes = fitted.passes
+        rate, bf16, wide = peak * fitted.gemm * 1e6, peak_bf16 * fitted.gemm * 1e6, passes * layer_us
+        attention /= bf16
         return PerToken(
-            experts,
-            fitted.passes * self.expert_tensors_us,
-            moe_others + wide,
-            dense_layer + wide,
-            mtp_more,
-            head + fitted.passes * self.logits_us,
+            experts / rate,
+            passes * around_us,
+            others / rate + attention + wide,
+            dense / rate + attention + wide,
+            mtp_more / rate,
+            head / bf16 + passes * logits_us,
         )
 
 
@@ -133,8 +133,13 @@ def precision_class(dtype: str) -> str:
 
 def layer_us(cluster: Cluster, fitted: Compute | None = None) -> float:
     """Launches of one layer and micro-batch, forward and backward, microseconds."""
+    return layer_us_beside(host_word(cluster), fitted)
+
+
+def layer_us_beside(host: str, fitted: Compute | None = None) -> float:
+    """The same beside a CPU of this `host_word`."""
     fitted = fitted or FITTED
-    return fitted.layer_us_grace if host_word(cluster) == "Grace" else fitted.layer_us_x86
+    return fitted.layer_us_grace if host == "Grace" else fitted.layer_us_x86
 
 
 def per_token(model: MoeModel, cluster: Cluster, dtype: str, sequence: int, fitted: Compute | None = None) -> PerToken:

@@ -152,6 +152,15 @@ class Job:
         return Load.of(self.model, self.cluster, self.dtype, self.sequence)
 
     @cached_property
+    def host(self) -> str:
+        """The CPU beside the GPUs."""
+        return efficiency.host_word(self.cluster)
+
+    @cached_property
+    def work(self) -> _Work:
+        return _work(self)
+
+    @cached_property
     def beside(self) -> _Beside:
         return _beside(self, None)
 
@@ -244,22 +253,35 @@ def compute_us(job: Job, stage: Stage, fitted: efficiency.Compute | None = None)
 
 
 def _compute(job: Job, fitted: efficiency.Compute | None) -> _Compute:
-    m, again = job.model, job.recompute != "none"
     if job.efficiency is None:
         token = job.load.at(fitted or efficiency.FITTED)
     else:
-        token = efficiency.at_share(m, job.cluster, job.dtype, job.sequence, job.efficiency)
+        token = efficiency.at_share(job.model, job.cluster, job.dtype, job.sequence, job.efficiency)
+    expert_gemms, expert_tensors, moe_others, dense_layer, mtp_more, head = token
+    products, tensors, memory, layers, a_head = job.work
+    experts = max(products * expert_gemms, memory) + tensors * expert_tensors
+    return _Compute(layers * moe_others + experts, layers * dense_layer, layers * mtp_more, a_head * head)
+
+
+class _Work(NamedTuple):
+    """What the times of a token are multiplied by, whatever the fitted numbers are: of experts' products, with whole
+    tiles, and of the tensors around them; of layers; of the output layer. memory: microseconds of experts' weights and
+    gradients, the least that their products take."""
+
+    products: float
+    tensors: float
+    memory: float
+    layers: float
+    head: float
+
+
+def _work(job: Job) -> _Work:
+    m, again = job.model, job.recompute != "none"
     memory = hbm_us(job.cluster, (14 if again else 12) * m.expert_params * m.experts / job.ep)
     more = (4 / 3 if again else 1) * (1 + job.imbalance)
     tiles = 1 + GEMM_TILE_ROWS / 2 / (job.tokens * m.topk * job.ep / m.experts)
-    experts = max(more * tiles * job.tokens * token.expert_gemms, memory) + more * job.tokens * token.expert_tensors
     layers = (4 / 3 if job.recompute == "full" else 1) * job.tokens
-    return _Compute(
-        layers * token.moe_others + experts,
-        layers * token.dense_layer,
-        layers * token.mtp_more,
-        job.tokens * token.head,
-    )
+    return _Work(more * tiles * job.tokens, more * job.tokens, memory, layers, job.tokens)
 
 
 def launches_us(job: Job, stage: Stage, fitted: efficiency.Compute | None = None) -> float:
@@ -267,7 +289,7 @@ def launches_us(job: Job, stage: Stage, fitted: efficiency.Compute | None = None
     if job.efficiency is not None or job.iteration_graph:
         return 0.0
     again = 4 / 3 if job.recompute == "full" else 1
-    return again * efficiency.layer_us(job.cluster, fitted) * stage.layers
+    return again * efficiency.layer_us_beside(job.host, fitted) * stage.layers
 
 
 def said_of_compute(job: Job) -> str:
@@ -384,11 +406,12 @@ def _beside(job: Job, layer: Layer | None) -> _Beside:
 
 def _parts(job: Job, beside: _Beside, fitted: efficiency.Compute | None) -> list[float]:
     """Microseconds of a step by `_PARTS`."""
-    of_compute, a_launch = _compute(job, fitted), launches_us(job, ONE_LAYER, fitted)
+    of_moe, of_dense, of_mtp, of_head = _compute(job, fitted)
+    a_launch, cv_fast, waits = launches_us(job, ONE_LAYER, fitted), job.cv_fast, beside.waits
     known = []
-    for stage, _, others in beside.stages:
-        compute = of_compute.of(stage)
-        known.append((compute, stage.layers * a_launch, *others, compute * job.cv_fast * beside.waits))
+    for (moe, dense, mtp, heads), _, others in beside.stages:  # as `_Compute.of`, a fit's innermost loop
+        compute = moe * of_moe + dense * of_dense + mtp * of_mtp + heads * of_head
+        known.append((compute, (moe + dense) * a_launch, *others, compute * cv_fast * waits))
     of_stage = list(map(sum, known))
     slowest = of_stage.index(max(of_stage))
     # What is before the first and behind the last micro-batch of the slowest: one of each other stage, a chunk of it.
