@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A rank alone and two virtual ranks, smallest shapes: every role runs, the sanitizer's slowness stays bearable.
 SANITIZED = "test_examples and ([shape0- or [shape1-) and not loopback"
+LEAST_S = 5.0  # what a step that begins must have left
 # Tests in steps of their own: worlds of processes, which take turns on the device, and what is slow to start.
 PROCESSES = ("tests/gpu/test_processes.py", "tests/gpu/test_travelling_processes.py", "tests/gpu/test_nvshmem.py")
 EXPANDABLE = "tests/gpu/test_expandable.py"
@@ -83,7 +84,7 @@ class Steps:
         left = self.end - time.monotonic()
         if name in self.skip:
             needs = "left out with --skip"
-        elif left < 5:
+        elif left < LEAST_S:
             needs = "no time left"
         if needs:
             self._say(name, "skipped", 0.0, needs)

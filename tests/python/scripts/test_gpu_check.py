@@ -31,9 +31,11 @@ def test_the_sanitizer_runs_the_two_smallest_worlds_alone():
     assert found == ["test_examples[shape0-cuda]", "test_examples[shape1-cuda]"], done.stdout + done.stderr
 
 
-def test_a_step_cut_off_by_the_clock_did_not_run_and_one_over_its_own_limit_failed(tmp_path, capsys):
+def test_a_step_cut_off_by_the_clock_did_not_run_and_one_over_its_own_limit_failed(tmp_path, capsys, monkeypatch):
+    assert not gpu_check.Steps(tmp_path, gpu_check.LEAST_S - 0.1, set()).run("late", ["true"], 60)
+    monkeypatch.setattr(gpu_check, "LEAST_S", 0.1)
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
-    short, long = gpu_check.Steps(tmp_path, 5.5, set()), gpu_check.Steps(tmp_path, 60, set())
+    short, long = gpu_check.Steps(tmp_path, 0.6, set()), gpu_check.Steps(tmp_path, 60, set())
     assert not short.run("last", sleeps, 60) and not long.run("slow", sleeps, 1)
     assert short.results["last"]["result"] == "cut off"
     assert gpu_check.verdict(short.results) == ("passed; cut off by the clock: last", 0)
