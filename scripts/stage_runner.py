@@ -134,7 +134,7 @@ class Runner:
                 "--parallel",
                 self.cores,
                 "--timeout",
-                "300",
+                "600",
                 "--output-junit",
                 report,
             ]
