@@ -19,11 +19,3 @@ import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
 import megatron.core.models.gpt.gpt_model  # noqa: E402, F401
 import megatron.core.optimizer  # noqa: E402, F401
 import megatron.core.pipeline_parallel  # noqa: E402, F401
-
-# What every rank of ours needs, but nothing of ours that Megatron is patched by: tests ask what is so before that.
-import hybrid_ep.balance.collector  # noqa: E402, F401
-import hybrid_ep.buffer  # noqa: E402, F401
-import hybrid_ep.functional  # noqa: E402, F401
-import hybrid_ep.moe.grouped  # noqa: E402, F401
-import hybrid_ep.spares  # noqa: E402, F401
-import hybrid_ep.weights  # noqa: E402, F401

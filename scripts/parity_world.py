@@ -25,8 +25,10 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no compile workers
     "OMP_NUM_THREADS": "1",  # ranks share few cores
 }
-# Modules that the fork server imports; one that is not there is left to the ranks. Add to them before the first world.
-PRELOAD = ["parity_preload"]
+# Modules that the fork server imports; one that cannot be imported is left to the ranks. Nothing by which Megatron is
+# patched: tests ask what is so before that. Add to them before the first world.
+PRELOAD = ["parity_preload", "hybrid_ep.buffer", "hybrid_ep.functional", "hybrid_ep.spares", "hybrid_ep.weights"]
+PRELOAD += ["hybrid_ep.balance.collector", "hybrid_ep.moe.grouped"]
 _context = None
 
 
