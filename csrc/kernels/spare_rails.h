@@ -17,6 +17,9 @@ template <Arch A>
 inline constexpr int kRailWarps = A::kLanes < 32 ? 3 : 7;
 template <Arch A>
 inline constexpr int kRailEndWarps = (kRailWarps<A> - 1) / 2;
+// How many of them have stages in a push: those at the ends, and over mapped rails the middle.
+template <Arch A, class Net>
+inline constexpr int kRailStaging = 2 * kRailEndWarps<A> + kIsMapped<Net>;
 inline constexpr uint32_t kLeastRailStage = 1024;
 
 // In how many groups the warps at an end, or in the middle, share the channels. At an end a group has as many warps as
@@ -49,14 +52,14 @@ uint64_t rail_smem_bytes(const SpareRailParams& p, int blocks) {
 
 // The parameters that follow from the others: stages that fit into the budget beside the rest. Returns the bytes of
 // shared memory of a block, more than the budget where none do.
-template <Arch A>
+template <Arch A, class Net>
 inline uint64_t plan_push_rails(SpareRailParams& p, int blocks, uint64_t budget) {
   if (!p.node.chunk_bytes || p.node.chunk_bytes > kSpareChunk<A>) p.node.chunk_bytes = kSpareChunk<A>;
   const uint64_t begin = rail_smem_bytes<A>(p, blocks);
   for (;; p.node.chunk_bytes = p.node.chunk_bytes / 2 / 16 * 16) {
     p.node.fifo = StageFifo<A, SpareHead>::layout(begin, kSpareStages, p.node.chunk_bytes);
     p.node.fifo_stride = p.node.fifo.end - begin;
-    const uint64_t bytes = begin + 2 * kRailEndWarps<A> * p.node.fifo_stride;
+    const uint64_t bytes = begin + kRailStaging<A, Net> * p.node.fifo_stride;
     if (bytes <= budget || p.node.chunk_bytes <= kLeastRailStage) return bytes;
   }
 }
@@ -101,11 +104,13 @@ HEP_DEVICE void push_rails_kernel(A& a, Net& net, const SpareRailParams& p, std:
   a.set_role(Role::kPushWeights);
   const RailWarp<A> warp(a, p, SpareChannels::kWeights, smem);
   const bool middle = warp.place == SpareChannels::kMiddle;
-  const StageFifo<A, SpareHead> fifo(smem + uint64_t(middle ? 0 : a.warp_idx() - 1) * p.node.fifo_stride, p.node.fifo);
-  if (!middle && a.lane() == 0) fifo.init(a, 1);
+  const int stages = (a.warp_idx() + kRailWarps<A> - 1) % kRailWarps<A>;  // the middle's behind the others'
+  const bool staging = stages < kRailStaging<A, Net>;
+  const StageFifo<A, SpareHead> fifo(smem + uint64_t(staging ? stages : 0) * p.node.fifo_stride, p.node.fifo);
+  if (staging && a.lane() == 0) fifo.init(a, 1);
   if (!warp.fill() || !a.elect_one()) return;
   if (middle)
-    ForwardRailsRole<A, Net, SpareChannels::kWeights>(a, net, p, warp.table, warp.channels).run();
+    ForwardRailsRole<A, Net, SpareChannels::kWeights>(a, net, p, warp.table, warp.channels, fifo).run();
   else if (warp.place == SpareChannels::kFirst)
     FeedRailsRole<A>(a, p, warp.table, warp.channels, fifo).run();
   else

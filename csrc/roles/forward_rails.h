@@ -1,9 +1,13 @@
 // The middle of the channels, at the rail's end where the owners are. It moves no bytes itself: weights that an owner
 // has put into this rank's ring are put along the rail, out of it; of gradients that came along the rail the owner is
 // told, who reads them here. What the last end is done with goes back the other way. Chunks pass in any order, for each
-// has its place and flags. By one lane of a warp; the first of the grid also waits for what it may not leave without.
+// has its place and flags. Over a mapped rail weights go by way of the warp's stages, into the peer's ring. By one lane
+// of a warp; the first of the grid also waits for what it may not leave without.
 #pragma once
+#include <type_traits>
+
 #include "roles/rail_channels.h"
+#include "roles/staged_copy.h"
 #include "transport/concept.h"
 
 namespace hep {
@@ -13,14 +17,17 @@ class ForwardRailsRole {
  public:
   using C = SpareChannels;
 
+  // fifo: of a push.
+  template <class... Fifo>
   HEP_DEVICE ForwardRailsRole(A& arch, Net& rail, const SpareRailParams& params, const RailTable<A>& table,
-                              const RailChannels<A>& channels)
+                              const RailChannels<A>& channels, const Fifo&... fifo)
       : a(arch),
         net(rail),
         p(params),
         table_(table),
         channels_(channels),
-        stripe_(params, params.world.local_rank(), kDirection) {}
+        stripe_(params, params.world.local_rank(), kDirection),
+        copy_(arch, fifo...) {}
 
   HEP_DEVICE void run() {
     channels_.begin();
@@ -36,6 +43,10 @@ class ForwardRailsRole {
 
  private:
   static constexpr bool kPush = kDirection == C::kWeights;
+  struct NoCopy {
+    HEP_DEVICE NoCopy(A&) {}
+    HEP_DEVICE NoCopy(A&, const StageFifo<A, SpareHead>&) {}
+  };
 
   HEP_DEVICE bool step(uint32_t i, const ChannelCursor& at, WaitInfo& waiting) {
     const uint32_t c = uint32_t(at.channel), credited = uint32_t(at.at);
@@ -73,11 +84,20 @@ class ForwardRailsRole {
   }
   HEP_DEVICE void hand_on(uint32_t c, const ChannelPeer& peer, uint64_t q, uint32_t bytes) {
     if constexpr (kPush)
-      net.put_signal(a, peer.node, p.ring_there(C::kWeights, p.channel_there(peer.node, peer.local), q),
-                     p.ring(p.world.local_rank(), C::kWeights, C::kBefore, c, q), bytes, there(peer, C::kRailFull, q),
-                     q + 1);
+      put(peer, p.ring(p.world.local_rank(), C::kWeights, C::kBefore, c, q), q, bytes);
     else
       a.st_release_sys(of_owner(peer, C::kNodeFull, q), q + 1);
+  }
+  HEP_DEVICE void put(const ChannelPeer& peer, const unsigned char* from, uint64_t q, uint32_t bytes) {
+    const uint64_t full = there(peer, C::kRailFull, q);
+    const uint64_t to = p.ring_there(C::kWeights, p.channel_there(peer.node, peer.local), q);
+    if constexpr (kIsMapped<Net>) {
+      unsigned char* const ring = net.mapped(peer.node) + to;
+      copy_.run(from, bytes, [&](auto* stage, uint32_t at, uint32_t n) { a.bulk_s2g(ring + at, stage, n); });
+      net.signal(a, peer.node, full, q + 1);
+    } else {
+      net.put_signal(a, peer.node, to, from, bytes, full, q + 1);
+    }
   }
   HEP_DEVICE uint64_t* own(uint32_t c, C::Flag flag, uint64_t q) const {
     return p.own_flag(p.channels.flag(kDirection, c, flag, q));
@@ -121,6 +141,7 @@ class ForwardRailsRole {
   const RailTable<A>& table_;
   const RailChannels<A>& channels_;
   const SpareStripe stripe_;
+  std::conditional_t<kPush && kIsMapped<Net>, StagedCopy<A>, NoCopy> copy_;
 };
 
 }  // namespace hep

@@ -52,7 +52,7 @@ class GatherRailsRole {
     }
     if (elected_ && channels_.begins_expert(at)) await_copies(at.at);
     if (!a.warp_whole()) return true;
-    unsigned char* const to = p.ring(p.world.local_rank(), C::kGradients, C::kBefore, c, q);
+    unsigned char* const to = place_of(c, peer, q);
     const SpareStripe::Chunk chunk = stripe_.chunk(at.done % stripe_.chunks());
     fold(chunk, at.at, reinterpret_cast<Vec16*>(to));
     a.warp_sync();  // what all lanes have stored, one sends
@@ -62,14 +62,24 @@ class GatherRailsRole {
     }
     return true;
   }
+  // In this rank's ring, whence a NIC takes it; over a mapped rail in the peer's own.
+  HEP_DEVICE unsigned char* place_of(uint32_t c, const ChannelPeer& peer, uint64_t q) const {
+    if constexpr (kIsMapped<Net>)
+      return net.mapped(peer.node) + p.ring_there(C::kGradients, p.channel_there(peer.node, peer.local), q);
+    else
+      return p.ring(p.world.local_rank(), C::kGradients, C::kBefore, c, q);
+  }
   HEP_DEVICE bool has_room(uint32_t c, uint64_t q) {
     if (q < p.channels.slots || injected(Bug::kChunkFedUnasked)) return true;
     return net.test_signal(a, p.own_flag(p.channels.flag(C::kGradients, c, C::kRailFree, q)), q + 1 - p.channels.slots);
   }
   HEP_DEVICE void send(const ChannelPeer& peer, uint64_t q, const unsigned char* from, uint32_t bytes) {
     const uint32_t there = p.channel_there(peer.node, peer.local);
-    net.put_signal(a, peer.node, p.ring_there(C::kGradients, there, q), from, bytes,
-                   p.flag_there(p.channels.flag(C::kGradients, there, C::kRailFull, q)), q + 1);
+    const uint64_t full = p.flag_there(p.channels.flag(C::kGradients, there, C::kRailFull, q));
+    if constexpr (kIsMapped<Net>)
+      net.signal(a, peer.node, full, q + 1);
+    else
+      net.put_signal(a, peer.node, p.ring_there(C::kGradients, there, q), from, bytes, full, q + 1);
   }
   HEP_DEVICE void await_copies(int lead) {
     if (injected(Bug::kCloneGradientsUnawaited)) return;

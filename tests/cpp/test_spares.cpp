@@ -3,6 +3,7 @@
 
 #include "arch/host/host_arch.h"
 #include "kernels/instances/host_executor.h"
+#include "transport/loopback/loopback_transport.h"
 
 HEP_TEST_MAIN
 
@@ -56,6 +57,7 @@ TEST(nodes_of_checked_lanes) {
   random_worlds("host_checked", 30, 8, 4);
   random_worlds("host_checked_lanes4", 15, 6, 3);
   random_worlds("host_checked_lanes32", 3, 4, 2);
+  random_worlds("host_checked_mapped", 15, 6, 3);
 }
 TEST(simulated_nodes) {
   random_worlds("sim", 60, 8, 4);
@@ -130,7 +132,7 @@ TEST(large_groups_leave_shared_memory_for_stages) {
     p.world = {g.nodes, g.local, 0};
     p.node.spare_slots = g.spare;
     p.channels = SpareChannels::make(shape, uint32_t(g.nodes), uint32_t(g.local));
-    const uint64_t bytes = plan_push_rails<host::CheckedFibers<32>>(p, 8, (227 - 1) * 1024);
+    const uint64_t bytes = plan_push_rails<host::CheckedFibers<32>, LoopbackTransport>(p, 8, (227 - 1) * 1024);
     std::printf("%d x %d ranks, %u slots: %u bytes a stage, %llu a block\n", g.nodes, g.local, g.spare,
                 p.node.chunk_bytes, static_cast<unsigned long long>(bytes));
     CHECK(bytes <= (227 - 1) * 1024 && p.node.chunk_bytes == g.stage);

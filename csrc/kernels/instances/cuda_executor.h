@@ -262,7 +262,7 @@ class CudaExecutor final : public Executor {
   void require_shared_memory(const SpareRailParams& params, int num_blocks) const override {
     if constexpr (kRailIsNic<Net>) require_rdma_order();
     SpareRailParams p = params;
-    require_slots(p.node, p.world.num_ranks(), plan_push_rails<CudaArch>(p, num_blocks, uint64_t(budget_)));
+    require_slots(p.node, p.world.num_ranks(), plan_push_rails<CudaArch, Net>(p, num_blocks, uint64_t(budget_)));
   }
   void push_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
@@ -281,7 +281,7 @@ class CudaExecutor final : public Executor {
   }
   void push_rails(const SpareRailParams& params, const LaunchSettings& s) override {
     SpareRailParams p = params;
-    const uint64_t shared = plan_push_rails<CudaArch>(p, s.num_blocks, uint64_t(budget_));
+    const uint64_t shared = plan_push_rails<CudaArch, Net>(p, s.num_blocks, uint64_t(budget_));
     launch<SpareRailParams>(push_rails_entry<Net>, p, s, s.num_blocks, kThreads<kRailWarps<CudaArch>>, shared);
   }
   void collect_rails(const SpareRailParams& params, const LaunchSettings& s) override {

@@ -74,7 +74,7 @@ class HostExecutor final : public Executor {
   }
   void push_rails(const SpareRailParams& params, const LaunchSettings& s) override {
     SpareRailParams p = params;
-    const uint64_t smem_bytes = plan_push_rails<A>(p, s.num_blocks, std::numeric_limits<uint64_t>::max());
+    const uint64_t smem_bytes = plan_push_rails<A, Net>(p, s.num_blocks, std::numeric_limits<uint64_t>::max());
     launch(s, s.num_blocks, kRailWarps<A>, smem_bytes,
            [&](A& a, std::byte* smem) { push_rails_kernel<A, Net>(a, net_, p, smem); });
   }

@@ -137,7 +137,8 @@ void SimExecutor::collect_gradients(const SpareParams& p, const LaunchSettings& 
 
 void SimExecutor::push_rails(const SpareRailParams& params, const LaunchSettings& s) {
   SpareRailParams p = params;
-  const uint64_t smem_bytes = plan_push_rails<SimArch>(p, s.num_blocks, std::numeric_limits<uint64_t>::max());
+  const uint64_t smem_bytes =
+      plan_push_rails<SimArch, SimTransport>(p, s.num_blocks, std::numeric_limits<uint64_t>::max());
   add_spares(p.node, p.node.matrices[0].bytes / p.node.matrices[0].elements, Use::kInput);
   launch("push_rails", s.num_blocks, kRailWarps<SimArch>, smem_bytes, {},
          [&](SimArch& a, SimTransport& net, std::byte* smem) {

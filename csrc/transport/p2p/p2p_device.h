@@ -1,6 +1,6 @@
 // The rail over mapped memory, for rail peers that this GPU can address (NVLink between nodes of one machine, or
 // virtual ranks of one device). Rows go into a peer's slots by roles' own stores (`mapped`), bulk ones, or, on the
-// latency path, generic ones; a put, of count vectors and chunks of clones, is the calling lane's copy, a signal its
+// latency path, generic ones; a put, of count vectors, is the calling lane's copy, a signal its
 // release store.
 //
 // Why the contract holds: put_signal's stores and its st.release.sys are the same lane's, in that order, so whoever
