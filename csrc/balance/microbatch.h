@@ -33,12 +33,17 @@ class ClonesFit {
   int64_t least();  // tokens of the fullest rank, at least
 
  private:
-  bool slots_hold(int64_t limit);
-  bool drained_ranks_fill(int64_t limit);
+  bool slots_hold(int64_t limit, int k, size_t first, int64_t below);
+  bool drained_ranks_fill(int64_t limit, int cold, int64_t cold_load, int hot, int64_t hot_load);
+  int64_t raised_by_slots(int64_t limit);
+  int64_t raised_by_drained_ranks(int64_t limit);
+  void cut(int64_t limit);
+  template <class Holds>
+  int64_t least_that(int64_t limit, const Holds& holds) const;
   int64_t most_priced(int64_t cold_slots, int64_t hot_slots, int64_t price) const;
 
   int spare_slots_;
-  int64_t sum_ = 0;
+  int64_t sum_ = 0, cut_at_ = -1;
   std::vector<int64_t> rank_load_, rest_;                   // ascending; scratch
   std::vector<std::pair<int, int64_t>> by_place_, pieces_;  // experts, or parts of them: place of the owner, tokens
   std::vector<int64_t> of_hot_, of_others_;                 // tokens of the n largest pieces, from n = 0
