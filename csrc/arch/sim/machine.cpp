@@ -80,9 +80,10 @@ int Machine::rank_of(const void* p) const {
 
 Lane& Machine::take_lane(int r) {
   if (free_lanes_.empty()) {
-    lanes_.push_back(std::make_unique<Lane>(*this, num_wires() + uint32_t(lanes_.size())));
-    free_lanes_.push_back(lanes_.back().get());
     if (t_fibers.empty()) t_fibers.push_back(std::make_unique<host::Fiber>());
+    lanes_.push_back(std::make_unique<Lane>(*this, num_wires() + uint32_t(lanes_.size())));
+    free_lanes_.reserve(lanes_.capacity());
+    free_lanes_.push_back(lanes_.back().get());
     lanes_.back()->fiber = std::move(t_fibers.back());
     t_fibers.pop_back();
   }
@@ -138,6 +139,7 @@ host::FiberContext& Machine::lane_entry(void* arg) {
     } catch (const WrongResult& e) {
       m.fail("wrong", "wrong_result", e.what());
     } catch (const std::bad_alloc& e) {
+      m.reserve_.reset();
       if (!me.block) m.fail("memory", "", e.what());
     } catch (const std::exception& e) {
       if (!me.block) m.fail("error", "", e.what());

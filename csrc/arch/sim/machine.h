@@ -198,6 +198,8 @@ class Machine {
   // timed.cpp
   friend class Clockwork;
 
+  static constexpr size_t kReserve = 64 * 1024;  // less than what an allocator maps by itself
+
   MachineConfig config_;
   World world_;
   std::optional<BufferLayout> layout_;
@@ -206,7 +208,9 @@ class Machine {
   std::vector<Rank> ranks_;
   std::vector<Wire> wires_;  // loads of rank r at r; rails behind
   std::vector<std::unique_ptr<Lane>> lanes_;
-  std::vector<Lane*> free_lanes_;
+  std::vector<Lane*> free_lanes_;  // with room for all, for those that return have none to ask for
+  // Given back where memory is short, so that who says so has some: where mappings are, a heap does not grow either.
+  std::unique_ptr<char[]> reserve_ = std::make_unique<char[]>(kReserve);
   std::vector<uint32_t> ready_;
   std::vector<const char*> roles_;
   host::FiberContext main_;
