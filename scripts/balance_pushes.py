@@ -126,11 +126,15 @@ def channels_us(plan: MicrobatchPlan, job: Job, size: float, back: bool) -> floa
     if not moves:
         return 0.0
     round_us = chunk_round_us(job, copies, back)
-    number = (job.shape.nodes - 1) * width
-    slots = 1 << min(max(1024 // number, 4), 64).bit_length() - 1
+    slots = places(job.shape.nodes, width)
     chunk_us = max(round_us / slots, job.cluster.nic.post_us.value / POSTING)
     busiest = max(crossing.values()) * size / width
     return round_us + max(port_us(sized(moves, size, back), job), busiest / CHUNK * chunk_us)
+
+
+def places(nodes: int, width: int) -> int:
+    """Of a ring, as the core lays it out: chunks of a channel on their way."""
+    return 1 << min(max(1024 // ((nodes - 1) * width), 4), 64).bit_length() - 1
 
 
 def chunk_round_us(job: Job, copies: int, back: bool) -> float:

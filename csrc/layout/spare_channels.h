@@ -34,7 +34,7 @@ struct SpareChannels {
     const uint32_t slots = s.rail_slots ? s.rail_slots : spares ? slots_for((nodes - 1) * local_ranks) : 1;
     return {nodes, local_ranks, spares, s.rail_chunk_bytes, slots};
   }
-  // Rings of 64 to 128 MiB, from 8 channels to 256: a hot expert has as many as there are rails and other nodes.
+  // Rings of 64 to 128 MiB, with chunks of 32 KiB and 8 to 256 channels, of which a hot expert may have all.
   static uint32_t slots_for(uint32_t channels) { return std::bit_floor(std::clamp(1024 / channels, 4u, 64u)); }
   HEP_HOST_DEVICE uint32_t number() const { return spare_slots ? (num_nodes - 1) * num_local_ranks : 0; }
   // Of a rank on node `own`: that with node `other` and local rank `local`.

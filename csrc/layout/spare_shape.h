@@ -19,7 +19,8 @@ struct SpareShape {
   uint64_t elements[kMostMatrices]{};  // of each, a multiple of 16 / element_bytes and of 4
   // Of what goes along a rail at once, a multiple of 16; 0: clones stay on their owners' nodes.
   uint32_t rail_chunk_bytes = 32 * 1024;
-  uint32_t rail_slots = 0;  // such chunks of an owner and a node that are on their way, a power of two; 0: by the nodes
+  uint32_t rail_slots =
+      0;  // such chunks of an owner and a node that are on their way, a power of two; 0: by the channels
 
   uint64_t weight_stack(uint32_t matrix) const { return elements[matrix] * element_bytes * spare_slots; }
   uint64_t gradient_stack(uint32_t matrix) const { return elements[matrix] * 4 * spare_slots; }

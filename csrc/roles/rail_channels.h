@@ -87,7 +87,7 @@ class RailChannels {
   }
   // At an end: the chunk that a cursor is at is this warp's first of its expert.
   HEP_DEVICE bool begins_expert(const ChannelCursor& c) const {
-    return c.done % facts(uint32_t(c.channel)).chunks < members_;
+    return c.done % facts(uint32_t(c.channel)).chunks < (injected(Bug::kExpertAwaitedByOneWarp) ? 1 : members_);
   }
   // At an end: to this warp's next chunk. By one lane.
   HEP_DEVICE void pass(uint32_t i, ChannelCursor c) const {

@@ -28,9 +28,8 @@ CloneProgram::CloneProgram(const WorldSpec& spec, const std::vector<RoutingDecis
                            const std::vector<CloneOracle>& oracles, Engine& engine, int rank)
     : s_(spec), logical_(logical), oracles_(oracles), engine_(engine), rank_(rank), plans_(spec.plans) {}
 
-// Of a launch; salt: ranks that are unlike differ.
-int CloneProgram::blocks(uint64_t salt) const {
-  const uint32_t most = std::min(s_.num_blocks, kMostExchangeBlocks);
+// Of a launch, at most so many; salt: ranks that are unlike differ.
+int CloneProgram::blocks(uint64_t salt, uint32_t most) const {
   return s_.unlike ? 1 + int(mix(salt, uint64_t(rank_), 41) % most) : int(most);
 }
 
@@ -56,7 +55,7 @@ BalanceCall CloneProgram::call(Planned& p, uint64_t salt) const {
   c.first = p.first.data();
   c.numbers = p.numbers.data();
   c.counts = p.counts.data();
-  c.num_blocks = blocks(salt);
+  c.num_blocks = blocks(salt, std::min(s_.num_blocks, kMostExchangeBlocks));
   return c;
 }
 
@@ -129,7 +128,8 @@ SpareCall CloneProgram::spare_call(uint32_t plan, const std::vector<uint64_t>& e
   c.slot_expert = plans_[plan].slot_expert.data();
   c.columns = plans_[plan].columns.data();
   c.experts = experts.data();
-  c.num_blocks = blocks(salt);
+  static constexpr uint32_t kMost[] = {1, 2, 4, 9};  // warps that share a channel of clones
+  c.num_blocks = blocks(salt, kMost[mix(s_.data_seed, 44) % 4]);
   c.chunk_bytes = uint32_t(16 * (mix(s_.data_seed, 43) % 4));  // 0: what the machine has stages for
   return c;
 }

@@ -46,7 +46,7 @@ class CloneProgram {
   std::vector<int> owned(uint32_t plan) const;
   float clones_of(uint32_t plan, uint64_t salt, int expert, uint32_t behind, uint32_t m, uint64_t e) const;
   SpareCall spare_call(uint32_t plan, const std::vector<uint64_t>& experts, uint64_t salt) const;
-  int blocks(uint64_t salt) const;
+  int blocks(uint64_t salt, uint32_t most) const;
 
   const WorldSpec& s_;
   const std::vector<RoutingDecision>& logical_;

@@ -135,7 +135,7 @@ inline constexpr Bug kCloneBugs[] = {
     Bug::kSlotNotAwaitedFree,   Bug::kSlotFullBeforeStores, Bug::kSlotFullByEveryWarp,     Bug::kWeightsInAnotherSlot,
     Bug::kWeightsUnawaited,     Bug::kCloneGradientTwice,   Bug::kCloneGradientsUnawaited, Bug::kCloneGradientsNotTaken,
     Bug::kPartRelayedUnawaited, Bug::kSumUnawaited,         Bug::kSumToldByEveryWarp,      Bug::kChunkToldBeforeStores,
-    Bug::kChunkFedUnasked,      Bug::kOneCopyOfANode,       Bug::kChunkCreditedUnread,
+    Bug::kChunkFedUnasked,      Bug::kOneCopyOfANode,       Bug::kChunkCreditedUnread,     Bug::kExpertAwaitedByOneWarp,
 };
 
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.

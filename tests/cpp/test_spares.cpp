@@ -187,7 +187,7 @@ void notice(std::initializer_list<Bug> bugs, int most_ranks, int most_nodes) {
 TEST(mutants_of_channels_are_noticed) {
   notice({Bug::kChunkToldBeforeStores, Bug::kChunkFedUnasked, Bug::kOneCopyOfANode, Bug::kChunkCreditedUnread,
           Bug::kSlotNotAwaitedFree, Bug::kWeightsUnawaited, Bug::kCloneGradientsUnawaited, Bug::kCloneGradientsNotTaken,
-          Bug::kSumUnawaited, Bug::kFinishedNotReset, Bug::kSlotFullByEveryWarp},
+          Bug::kSumUnawaited, Bug::kFinishedNotReset, Bug::kSlotFullByEveryWarp, Bug::kExpertAwaitedByOneWarp},
          6, 3);
 }
 TEST(mutants_are_noticed) {

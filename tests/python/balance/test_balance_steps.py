@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 import balance_pushes
 import experiment_balance_steps as steps
 
+from hybrid_ep import _core
 from hybrid_ep.balance import MicrobatchOptions, MicrobatchPlan, MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
 from hybrid_ep.hardware import clusters
@@ -146,6 +147,14 @@ def test_kernels_push_at_home_first_and_then_all_ports_at_once():
     home = balance_pushes.channels_us(plan, job, 2 * size, True)
     assert home == pytest.approx(back + 2 * size / 8 / 32768 * back / 64), "eight copies' gradients do less"
     assert balance_pushes.channels_us(hot(8, within=True), job, size, True) == 0.0
+
+
+@pytest.mark.parametrize("nodes, width", [(2, 1), (2, 8), (3, 8), (4, 8), (8, 8), (32, 8), (4, 72)])
+def test_rings_are_those_that_the_core_lays_out(nodes, width):
+    spares = _core.SpareShape(spare_slots=1, num_owners=1, element_bytes=2, elements=[8])
+    shape = _core.BufferShape(num_nodes=nodes, num_local_ranks=width, num_experts=nodes * width, spares=spares)
+    rings = 4 * (nodes - 1) * width * balance_pushes.places(nodes, width) * balance_pushes.CHUNK
+    assert {name: size for name, _, size in shape.regions()}["spare_channel_rings"] == rings
 
 
 def test_a_given_layer_takes_the_place_of_the_exchange_model():
