@@ -13,12 +13,12 @@ void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_
 class Engine::Call {
  public:
   explicit Call(Engine& e) : e_(e) {
-    if (!e.failure_.empty())
-      throw std::runtime_error("this buffer failed earlier and cannot be used any more: " + e.failure_);
     if (e.busy_.exchange(true))
       throw std::runtime_error(
           "this buffer is in use by another thread; give every concurrent operation a buffer of its own");
     try {
+      if (!e.failure_.empty())
+        throw std::runtime_error("this buffer failed earlier and cannot be used any more: " + e.failure_);
       require_alive();
     } catch (...) {
       e.busy_ = false;

@@ -7,6 +7,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -75,6 +76,20 @@ unsigned char* map(int fd, size_t bytes, const std::string& name) {
   return static_cast<unsigned char*>(p);
 }
 
+// As posix_fallocate, but goes on behind a signal that was handled, which makes the kernel give up, and take back, what
+// the call had reserved: in pieces, so that signals that come again and again do not hold it up for ever.
+int reserve(int fd, size_t at, size_t bytes) {
+  constexpr size_t kPiece = 64 << 20;
+  for (const size_t end = at + bytes; at < end;) {
+    const size_t piece = std::min(kPiece, end - at);
+    const int err = ::posix_fallocate(fd, off_t(at), off_t(piece));
+    if (err == EINTR) continue;
+    if (err != 0) return err;
+    at += piece;
+  }
+  return 0;
+}
+
 // Fills fresh shared memory with huge pages, as far as there are some: of scattered rows a page long, a core reads a
 // seventh more from those than from pages of 4 KiB. It asks by MADV_COLLAPSE (Linux 6.1), which takes no privilege and
 // heeds no setting of the system for shared memory, which is "never" by default. It wants something there to collapse,
@@ -83,7 +98,7 @@ void take_huge_pages(int fd, unsigned char* data, size_t bytes) {
   constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older C libraries do not name
   if (bytes < kHugePage) return;
   for (size_t at = 0; at + kHugePage <= bytes; at += kHugePage)
-    if (::posix_fallocate(fd, off_t(at), 1) != 0) return;
+    if (reserve(fd, at, 1) != 0) return;
   (void)::madvise(data, bytes / kHugePage * kHugePage, kCollapse);
 }
 
@@ -99,7 +114,7 @@ std::shared_ptr<Segment> Segment::create(const std::string& name, size_t bytes) 
     if (::ftruncate(fd.fd, off_t(bytes)) != 0) fail("cannot reserve", name);
     std::shared_ptr<Segment> segment(new Segment(name, map(fd.fd, bytes, name), bytes, false));
     if (free >= bytes) take_huge_pages(fd.fd, segment->data_, bytes);
-    if (int err = ::posix_fallocate(fd.fd, 0, off_t(bytes)); err != 0) {
+    if (int err = reserve(fd.fd, 0, bytes); err != 0) {
       if (err == ENOSPC || err == ENOMEM)
         throw OutOfSharedMemory("a registered buffer of " + mib(bytes) + " does not fit into /dev/shm (" +
                                 (known ? mib(free) + " free" : "size unknown") +

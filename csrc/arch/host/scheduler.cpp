@@ -50,7 +50,14 @@ void Scheduler::run(const LaunchPlan& plan) {
   asked_interrupted_ns_ = 0;
   rng_ = Rng(plan.seed);
   idle_.reset();
-  fiber_switch(launcher_, fibers_[pick(num_lanes_ - 1)]->context());
+  running_ = asking_ = nullptr;
+  FiberContext* next = &fibers_[pick(num_lanes_ - 1)]->context();
+  for (;;) {
+    fiber_switch(launcher_, *next);
+    if (asking_ == nullptr) break;
+    ask_interrupted();
+    next = std::exchange(asking_, nullptr);
+  }
   plan_ = nullptr;
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
@@ -68,6 +75,7 @@ FiberContext& Scheduler::lane_entry(void* arg) {
   s.waits_[me.index] = kFinished;
   if (error) s.fail(std::move(error));
   if (--s.num_alive_ == 0) return s.launcher_;
+  s.running_ = &s.fibers_[me.index]->context();
   return s.fibers_[s.pick(me.index)]->context();
 }
 
@@ -115,6 +123,7 @@ void Scheduler::step(LaneBase& me) {
 
 void Scheduler::suspend(LaneBase& me, const WaitFor& condition) {
   waits_[me.index] = condition;
+  running_ = &fibers_[me.index]->context();
   const uint32_t next = pick(me.index);
   if (next != me.index) fiber_switch(fibers_[me.index]->context(), fibers_[next]->context());
 }
@@ -195,7 +204,7 @@ void Scheduler::end_round() {
   }
 }
 
-// The callbacks run on whichever lane's stack is choosing, so what they throw fails the launch here.
+// These callbacks run on whichever lane's stack is choosing, so what they throw fails the launch here.
 void Scheduler::run_progress() {
   try {
     for (const LaunchConfig* config : plan_->configs) {
@@ -221,15 +230,27 @@ void Scheduler::look_at_clock() {
   if (asked_interrupted_ns_ == 0) asked_interrupted_ns_ = now;
   if (now - asked_interrupted_ns_ >= kInterruptNs) {
     asked_interrupted_ns_ = now;
-    try {
-      for (const LaunchConfig* config : plan_->configs) {
-        if (config->interrupted && config->interrupted()) throw Interrupted{};
-      }
-    } catch (...) {
-      return fail(std::current_exception());
+    if (running_ == nullptr) {
+      ask_interrupted();
+    } else {
+      asking_ = running_;
+      fiber_switch(*asking_, launcher_);
     }
+    if (aborting_) return;
   }
   check_deadlines(now);
+}
+
+// On the launcher's stack: an interpreter's signal handlers may run here, which want more of it than a lane has, and
+// Python 3.14 ends a process whose stack is another than its thread's.
+void Scheduler::ask_interrupted() {
+  try {
+    for (const LaunchConfig* config : plan_->configs) {
+      if (config->interrupted && config->interrupted()) throw Interrupted{};
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
 }
 
 // Ends at most one wait, when some wait has expired: the most telling one, then the oldest. Waits that began a little

@@ -58,6 +58,7 @@ class Scheduler {
   void run_progress();
   void run_engine();
   void look_at_clock();
+  void ask_interrupted();
   void check_deadlines(int64_t now);
   void fail(std::exception_ptr error);
   [[noreturn]] void raise(LaneBase& me);
@@ -66,6 +67,8 @@ class Scheduler {
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<uint32_t> ready_;
   FiberContext launcher_;
+  FiberContext* running_ = nullptr;  // the lane's that chooses the next one; null: the launcher's
+  FiberContext* asking_ = nullptr;   // likewise, while the launcher asks whether to go on
   const LaunchPlan* plan_ = nullptr;
   uint32_t num_lanes_ = 0, num_alive_ = 0;
   uint64_t turn_ = 0;          // rounds so far; pollers run once per turn

@@ -252,9 +252,15 @@ class CudaArch {
  private:
   HEP_DEVICE int first_line_word() const { return lane() % kLineLanes * kLineWords; }
   HEP_DEVICE bool has_line_flag() const { return lane() % kLineLanes == kLineLanes - 1; }
+  // A whole line, so that stages behind it are aligned to lines: a linker of device code, as NVSHMEM needs, begins the
+  // rest of a block's shared memory right behind this, whatever alignment that asks for.
+  struct alignas(128) GroupBars {
+    Mbarrier bars[kGroups];
+    unsigned char rest[128 - kGroups * sizeof(Mbarrier)];
+  };
   static HEP_DEVICE Mbarrier* group_bars() {
-    __shared__ Mbarrier bars[kGroups];
-    return bars;
+    __shared__ GroupBars group;
+    return group.bars;
   }
   template <class T>
   static HEP_DEVICE constexpr void check_type() {
