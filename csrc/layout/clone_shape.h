@@ -26,7 +26,12 @@ struct CloneShape {
   CloneStrategy strategy = CloneStrategy::kBest;
 
   // Ranks that may hold each other's clones are neighbours: so many of them.
-  HEP_HOST_DEVICE int domain() const { return within_node ? num_ranks / num_nodes : num_ranks; }
+  HEP_HOST_DEVICE int domain() const { return within_node ? ranks_per_node() : num_ranks; }
+  HEP_HOST_DEVICE int ranks_per_node() const { return num_ranks / num_nodes; }
+  // Clones on other nodes are made where those on the owner's do not level the ranks.
+  HEP_HOST_DEVICE bool prefers_near() const {
+    return num_nodes > 1 && !within_node && strategy == CloneStrategy::kBest;
+  }
   // With nothing to spare an exact plan needs at most R - 1 clones (a tree over the ranks).
   HEP_HOST_DEVICE int most_copies() const { return epsilon_ppm == 0 ? num_ranks - 1 : num_ranks * spare_slots; }
   HEP_HOST_DEVICE bool searchable() const {

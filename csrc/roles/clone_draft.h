@@ -6,7 +6,7 @@
 //
 // All lanes know what a fold found. What a step changes, lane 0 writes between two meetings.
 #pragma once
-#include "roles/clone_tables.h"
+#include "roles/clone_nearest.h"
 
 namespace hep {
 
@@ -28,8 +28,8 @@ class CloneDraft {
   HEP_DEVICE int32_t* used() const { return t.template at<int32_t>(begin_ + t.layout.draft_used); }
 
   // Clones until no rank is above the aim, or none can be made.
-  HEP_DEVICE CloneOutcome construct(CloneRule rule, int64_t aim) {
-    aim_ = aim, rule_ = rule, copies_ = 0;
+  HEP_DEVICE CloneOutcome construct(CloneRule rule, int64_t aim, bool near = false) {
+    aim_ = aim, rule_ = rule, near_ = near, copies_ = 0;
     begin();
     while (copies_ < s.most_copies()) {
       const int donor = next_donor();
@@ -48,7 +48,7 @@ class CloneDraft {
   HEP_DEVICE int64_t* hot() const { return t.template at<int64_t>(begin_ + t.layout.draft_hot); }
   HEP_DEVICE int64_t* left() const { return t.template at<int64_t>(begin_ + t.layout.draft_left); }
   HEP_DEVICE int32_t* pushed() const { return t.template at<int32_t>(begin_ + t.layout.draft_pushed); }
-
+  HEP_DEVICE CloneNearest<A> nearest() const { return {t, fold_, receiver(), experts(), used(), aim_}; }
   HEP_DEVICE void begin() {
     const int ranks = s.num_ranks, experts = s.num_experts;  // stores of int32 might change those of the shape
     for (int e = a.lane(); e < experts; e += A::kLanes) a.st_shared(left() + e, a.ld_shared(t.total() + e));
@@ -92,7 +92,7 @@ class CloneDraft {
     int64_t want = t.whole_tiles((excess > s.min_chunk ? excess : s.min_chunk) + s.tile - 1);
     if (rule_ != CloneRule::kBestFit || want > has) want = has;
     const int base = s.within_node ? donor / s.domain() * s.domain() : 0;
-    const int64_t key = receiver_of(base, want);
+    const int64_t key = near_ ? nearest().receiver(donor, CloneKeys::hottest_expert(hottest)) : receiver_of(base, want);
     if (key == WarpFold<A>::kNever || CloneKeys::emptiest_rank(key) == donor) return false;
     ++copies_;
     if (a.lane() == 0) move(donor, CloneKeys::emptiest_rank(key), CloneKeys::hottest_expert(hottest), has, want);
@@ -144,6 +144,7 @@ class CloneDraft {
   const uint32_t begin_;
   int64_t aim_ = 0, copies_ = 0;
   CloneRule rule_ = CloneRule::kAlias;
+  bool near_ = false;
 };
 
 }  // namespace hep

@@ -3,10 +3,12 @@
 // do not build on each other are made side by side. Integers only and fixed tie-breaks, so that every rank, on any
 // machine and with any number of warps, makes the same plan. hybrid_ep/balance/twin_microbatch.py is it to read.
 //
-// Two constructions, the better kept, and a third rule when both miss. Where even that misses, mostly because no plan
-// exists (hybrid_ep/balance/bounds.py), it levels to more than the target, as little as bisection finds, and a search
-// (clone_search.h) has the last word. All of it is bounded in steps.
+// Two constructions, the better kept, and a third rule when both miss; where there are nodes, near ones before all of
+// them (clone_nearest.h). Where even that misses, mostly because no plan exists (hybrid_ep/balance/bounds.py), it
+// levels to more than the target, as little as bisection finds, and a search (clone_search.h) has the last word. All of
+// it is bounded in steps.
 #pragma once
+#include "roles/clone_drafts.h"
 #include "roles/clone_search.h"
 
 namespace hep {
@@ -28,19 +30,12 @@ class PlanClonesRole {
   HEP_DEVICE ClonePlan run() {
     t.weigh();
     const CloneTargets targets = t.targets();
-    exact_ = targets.exact;
     plan_.target = targets.target;
     plan_.max_cost_before = plan_.max_cost = targets.before;
     if (!s.spare_slots || targets.before <= targets.least) return plan_;
-    const bool alias = s.strategy != CloneStrategy::kBestFit, best_fit = s.strategy != CloneStrategy::kAlias;
-    const int first = alias ? 0 : 1;
-    side_by_side(int(alias) + int(best_fit), [&](int i) {
-      construct(first + i, first + i == 0 ? CloneRule::kAlias : CloneRule::kBestFit, plan_.target);
-    });
-    if (alias) offer(0);
-    if (best_fit) offer(1);
+    first_constructions();
     if (s.strategy == CloneStrategy::kBest && best_.max_cost > plan_.target) {
-      offer(retry());
+      offer(drafts().retry(plan_.target, targets.exact));
       if (s.searchable() && worth_a_search()) search();
     }
     if (best_.max_cost >= plan_.max_cost_before) return plan_;
@@ -62,59 +57,33 @@ class PlanClonesRole {
   }
 
  private:
-  static constexpr int kAimRounds = 8;
-
-  // A warp each; all see what came of them behind it. What lanes read before, warps may write.
-  template <class Make>
-  HEP_DEVICE void side_by_side(int n, const Make& make) {
-    a.block_sync();
-    for (int i = a.warp_idx(); i < n; i += a.num_warps()) make(i);
-    if (!injected(Bug::kDraftsUnmet)) a.block_sync();
-  }
-  HEP_DEVICE CloneOutcome* outcomes() const { return t.template at<CloneOutcome>(t.layout.outcomes_at); }
-  HEP_DEVICE CloneOutcome outcome(int draft) const { return a.ld_shared(outcomes() + draft); }
-  HEP_DEVICE void construct(int draft, CloneRule rule, int64_t aim) {
-    const CloneOutcome made = CloneDraft<A>(t, fold_, uint32_t(draft)).construct(rule, aim);
-    if (a.lane() == 0) a.st_shared(outcomes() + draft, made);
+  HEP_DEVICE CloneDrafts<A> drafts() { return {t, fold_}; }
+  // Near ones, of which the first that reaches the target is the plan, then any, of which the better is kept. Two warps
+  // make two at once; one makes no more than it must.
+  HEP_DEVICE void first_constructions() {
+    constexpr int kAny = 2;
+    const auto rule = [](int i) {
+      return i % 2 == 0 ? CloneRule::kAlias : i < kAny ? CloneRule::kLargest : CloneRule::kBestFit;
+    };
+    const int begin = s.prefers_near()                        ? 0
+                      : s.strategy == CloneStrategy::kBestFit ? kAny + 1
+                                                              : kAny,
+              end = s.strategy == CloneStrategy::kAlias ? kAny + 1 : kAny + 2;
+    for (int i = begin, n = 0; i < end && (draft_ < 0 || i > kAny); i += n) {
+      n = a.num_warps() > 1 && i % 2 == 0 && i + 1 < end ? 2 : 1;
+      drafts().side_by_side(n, [&](int k) { drafts().construct((i + k) % 2, rule(i + k), plan_.target, i < kAny); });
+      for (int k = i; k < i + n; ++k)
+        if (k >= kAny || (draft_ < 0 && drafts().outcome(k).max_cost <= plan_.target)) offer(k % 2);
+    }
   }
   // Below the target all is equal, and fewer clones are better; the first of equals stays.
   HEP_DEVICE void offer(int draft) {
-    const CloneOutcome made = outcome(draft);
+    const CloneOutcome made = drafts().outcome(draft);
     const int64_t cost = made.max_cost > plan_.target ? made.max_cost : plan_.target,
                   best = best_.max_cost > plan_.target ? best_.max_cost : plan_.target;
     if (draft_ >= 0 && (cost > best || (cost == best && made.copies >= best_.copies))) return;
     best_ = made;
     draft_ = draft;
-  }
-  // Levelling to less than is allowed gives other constructions: five aims, from the target down to epsilon 0; of those
-  // up to the first that reaches the target, the lowest. Behind them more than is allowed, between the target and the
-  // best so far. Returns where it lies.
-  HEP_DEVICE int retry() {
-    constexpr int kHeld = 2;
-    const int64_t slack = plan_.target - exact_;
-    const int num_aims = slack ? int(CloneLayout::kAims) : 1, width = int(t.layout.aims_at_once);
-    int held = kHeld;
-    CloneOutcome best{WarpFold<A>::kNever, 0};
-    const auto place = [&](int i) { return kHeld + i + (kHeld + i >= held); };  // those that are not held
-    for (int done = 0; done < num_aims && best.max_cost > plan_.target; done += width) {
-      const int n = num_aims - done < width ? num_aims - done : width;
-      side_by_side(n, [&](int i) { construct(place(i), CloneRule::kLargest, exact_ + slack * (4 - done - i) / 4); });
-      int lowest = -1;
-      for (int i = 0; i < n && best.max_cost > plan_.target; ++i)
-        if (outcome(place(i)).max_cost < best.max_cost) best = outcome(place(lowest = i));
-      if (lowest >= 0) held = place(lowest);
-    }
-    int64_t low = plan_.target;  // where levelling failed; it needs some slack, so it succeeds above some aim
-    for (int round = 0; round < kAimRounds && best.max_cost > low + 1; ++round) {
-      const int64_t aim = low + (best.max_cost - low) / 2;
-      side_by_side(1, [&](int) { construct(place(0), CloneRule::kLargest, aim); });
-      const CloneOutcome made = outcome(place(0));
-      if (made.max_cost > aim) low = aim;
-      if (made.max_cost >= best.max_cost) continue;
-      best = made;
-      held = place(0);
-    }
-    return held;
   }
   // A search levels only what constructions nearly level, the nearer the more ranks there are: of 4,000 plans that it
   // found from anywhere, none began more than 0.45 / ranks of the target above it.
@@ -124,12 +93,12 @@ class PlanClonesRole {
   }
   HEP_DEVICE void search() {
     const int draft = draft_ == 0 ? 1 : 0;  // of the first two one is not the best so far
-    side_by_side(1, [&](int) {
+    drafts().side_by_side(1, [&](int) {
       CloneSearch<A> search(t, fold_, log_, plan_.target);
       const bool found = search.run();
       const CloneOutcome made =
           found ? search.take_clones(CloneDraft<A>(t, fold_, uint32_t(draft))) : CloneOutcome{WarpFold<A>::kNever, 0};
-      if (a.lane() == 0) a.st_shared(outcomes() + draft, made);
+      drafts().set(draft, made);
     });
     offer(draft);
   }
@@ -141,7 +110,6 @@ class PlanClonesRole {
   CloneFlow* const log_;
   ClonePlan plan_;
   CloneOutcome best_{};
-  int64_t exact_ = 0;  // the target at epsilon 0
   int draft_ = -1;
 };
 

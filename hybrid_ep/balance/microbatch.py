@@ -155,6 +155,15 @@ class MicrobatchPlan:
         return int((self.slot_expert >= 0).sum())
 
     @property
+    def num_crossings(self) -> int:
+        """Weights that have to cross from node to node: of each expert one for every other node that holds a clone."""
+        per_node = len(self.counts) // self.options.num_nodes
+        ranks, slots = np.nonzero(self.slot_expert >= 0)
+        experts, nodes = self.slot_expert[ranks, slots], ranks // per_node
+        away = self.owner[experts] // per_node != nodes
+        return len(set(zip(experts[away].tolist(), nodes[away].tolist(), strict=True)))
+
+    @property
     def is_empty(self) -> bool:
         return self.num_copies == 0
 
@@ -341,7 +350,9 @@ def plan_microbatch(
 
     * `counts`: integers [R, E], tokens of source rank r routed to logical expert e (known to all ranks).
     * `owner`: rank of each expert [E]; default contiguous. `spare_slots`: slots for clones on every rank.
-    * `num_nodes`: NVLink domains, ranks in consecutive blocks; sources prefer clones of their own.
+    * `num_nodes`: NVLink domains, ranks in consecutive blocks; sources prefer clones of their own. With strategy
+      "best" clones go to another domain than their owner's only where those within it do not level the ranks, and then
+      to as few as will do (`num_crossings`), unless only clones on any rank reach the target.
       `within_node`: clones only on ranks of the owner's domain.
     * `epsilon`: how far above the mean a rank may end, as a fraction. 0 levels to the token, with at most R - 1 clones.
     * `min_chunk`: tokens, the least worth a clone. `skip_below`: imbalance under which the plan is empty.

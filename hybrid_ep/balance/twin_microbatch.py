@@ -24,9 +24,9 @@ def plan(
     start = _Draft(total, owner, num_ranks, options)
     if not spare or max(start.load) <= start.mean + start.mean * options.skip_below_ppm // PPM:
         return slots
-    drafts = []
+    drafts = _near(total, owner, num_ranks, options)
     for name in ("alias", "best_fit"):
-        if options.strategy in ("best", name):
+        if not (drafts and drafts[0].near) and options.strategy in ("best", name):
             drafts.append(_Draft(total, owner, num_ranks, options))
             drafts[-1].construct(name)
     if options.strategy == "best" and all(max(d.load) > d.target for d in drafts):
@@ -46,6 +46,18 @@ def plan(
     for expert, rank, slot, tokens in best.clones:
         slots[0][rank][slot], slots[1][rank][slot] = expert, tokens
     return slots
+
+
+def _near(total: Sequence[int], owner: Sequence[int], num_ranks: int, options: MicrobatchOptions) -> list[_Draft]:
+    """Of near constructions the first that reaches the target; none where clones on any node are alike."""
+    if options.num_nodes > 1 and not options.within_node and options.strategy == "best":
+        for rule in ("alias", "largest"):
+            draft = _Draft(total, owner, num_ranks, options)
+            draft.near = True
+            draft.construct(rule)
+            if max(draft.load) <= draft.target:
+                return [draft]
+    return []
 
 
 def _retry(total: Sequence[int], owner: Sequence[int], num_ranks: int, options: MicrobatchOptions) -> _Draft:
@@ -96,6 +108,7 @@ class _Draft:
         self.exact = self.target
         self.target += self.target * options.epsilon_ppm // PPM
         self.aim = self.target  # where ranks are levelled to
+        self.near = False
 
     def cost(self, tokens: int) -> int:
         """What an expert with that many tokens costs its rank, in tokens."""
@@ -114,6 +127,16 @@ class _Draft:
         node = donor // self.per_node
         ranks = [r for r in range(self.num_ranks) if not self.o.within_node or r // self.per_node == node]
         return sorted((r for r in ranks if self.room(r) > 0), key=lambda r: (self.load[r], r))
+
+    def nearest(self, receivers: Sequence[int], donor: int, expert: int) -> list[int]:
+        """Of them those of the donor's node, or of nodes that hold the expert, or of the node with the most room."""
+
+        def of(nodes: set[int]) -> list[int]:
+            return [r for r in receivers if r // self.per_node in nodes]
+
+        held = {rank // self.per_node for e, rank, _, _ in self.clones if e == expert}
+        rooms = [sum(self.room(r) for r in of({node})) for node in range(self.num_ranks // self.per_node)]
+        return of({donor // self.per_node}) or of(held) or of({rooms.index(max(rooms))})
 
     def construct(self, rule: str) -> None:
         """rule: "alias", "best_fit" or "largest"; csrc/roles/clone_draft.h says what each is good for."""
@@ -143,6 +166,8 @@ class _Draft:
         receivers = self.receivers(donor)
         if not receivers:
             return False
+        if self.near:
+            receivers = self.nearest(receivers, donor, expert)
         to = receivers[0]
         if rule == "best_fit":  # the fullest rank that takes it all, the emptiest if none does
             fitting = [r for r in receivers if self.load[r] + self.cost(want) <= self.aim]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -63,6 +63,41 @@ def cost_of_ranks(p):
     np.subtract.at(left, p.slot_expert[used], p.slot_tokens[used])
     at_owner = np.bincount(p.owner, weights=cost(left), minlength=len(p.counts)).astype(np.int64)
     return at_owner + cost(np.where(used, p.slot_tokens, 0)).sum(axis=1)
+
+
+def test_clones_leave_their_node_for_what_it_has_no_room_for():
+    counts = np.diag([1500, 1100, 800, 1400])  # an expert a rank; mean 1200
+    near = balance.plan_microbatch(counts, spare_slots=1, num_nodes=2)
+    assert near.slot_expert.tolist() == [[-1], [0], [3], [0]] and near.slot_tokens.tolist() == [
+        [0],
+        [112],
+        [412],
+        [224],
+    ]
+    assert near.num_crossings == 1
+    far = balance.plan_microbatch(counts, spare_slots=1)
+    assert far.num_crossings == 0 and replace(far, options=near.options).num_crossings == 2
+    hot = balance.plan_microbatch(np.diag([2000, 1000, 800, 1000]), spare_slots=1, num_nodes=2)
+    assert hot.slot_expert.tolist() == [[-1], [0], [0], [0]] and hot.num_crossings == 1, "a node, with two clones"
+
+
+@pytest.mark.parametrize(
+    "ranks, experts, nodes, spare", [(16, 64, 2, 1), (32, 128, 4, 1), (64, 256, 8, 1), (32, 256, 4, 2)]
+)
+def test_near_plans_level_as_much_and_cross_less(ranks, experts, nodes, spare):
+    """Hot alone, by rank and by node."""
+    rng, crossed, owner = np.random.default_rng(3), np.zeros(2, np.int64), default_owner(experts, ranks)
+    for layer in range(60):
+        width = (experts, ranks, nodes)[layer % 3]
+        sigma = rng.uniform(0.3, 1.5) / np.sqrt(2)
+        hot = rng.normal(0, sigma, experts) + np.repeat(rng.normal(0, sigma, width), experts // width)
+        counts = np.zeros((ranks, experts), np.int64)
+        counts[0] = rng.multinomial(ranks * 4096 * 8, np.exp(hot) / np.exp(hot).sum())
+        near = balance.plan_microbatch(counts, owner, spare, nodes)
+        far = balance.plan_microbatch(counts, owner, spare)
+        assert near.tokens_of_ranks().max() <= max(far.tokens_of_ranks().max(), near.target)
+        crossed += near.num_crossings, replace(far, options=near.options).num_crossings
+    assert crossed[0] < 0.75 * crossed[1], crossed
 
 
 @settings(max_examples=150)
