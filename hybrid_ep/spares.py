@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["SpareSlots"]
 
 # Of a launch on a GPU of its own. A push copies in bulk, and a few SMs beside a dispatch's fill the links; a collection
-# loads, with nothing beside it: 64 blocks have a mebibyte on its way, what a link brings in one or two microseconds.
-PUSH_BLOCKS, COLLECT_BLOCKS = 8, 64
+# loads: 64 blocks have a mebibyte on its way, what a link brings in one or two microseconds. Between nodes a third of
+# the blocks, which have nearly twice the warps, serve the node.
+PUSH_BLOCKS, PUSH_BLOCKS_OF_NODES, COLLECT_BLOCKS = 8, 12, 64
 
 
 class SpareSlots:
@@ -54,7 +55,8 @@ class SpareSlots:
     * `spare_slots`, `num_owners`: slots for clones, and experts that live here, of every rank.
     * `shapes`, `dtype`: of the matrices of one expert (bf16, fp16 or fp32; each a multiple of 16 bytes).
     * `timeout_s`, `executor`: as for HybridEPBuffer. `num_blocks`: of a launch (default: on GPUs with ranks of
-      their own 8 of a push and 64 of a collection, else 1).
+      their own 8 of a push, 12 where clones go to other nodes, and 64 of a collection; else 1). Where they go to other
+      nodes there are two at least, of which a third, or one, serve the node and the others the rails.
 
     weights: a tensor ``[spare_slots, *shape]`` of dtype for each matrix; gradients: the same in fp32. Both are zeros at
     first, and registered memory for the life of the object.
@@ -109,7 +111,8 @@ class SpareSlots:
         topology = o.agree(meet)
         alone = o.device.type == "cuda" and not view.virtual
         most = torch.cuda.get_device_properties(o.device).multi_processor_count if alone else 1
-        self._num_blocks = num_blocks or min(PUSH_BLOCKS, most)
+        between = topology.num_nodes > 1 and not clones_within_node
+        self._num_blocks = num_blocks or min(PUSH_BLOCKS_OF_NODES if between else PUSH_BLOCKS, most)
         self._collect_blocks = num_blocks or min(COLLECT_BLOCKS, most)
         self._session = Session(meet, topology, o)
         self._session.engine.require_spares(self._num_blocks)
@@ -168,8 +171,8 @@ class SpareSlots:
         self, plan: ClonePlan | torch.Tensor, sums: Sequence[Sequence[torch.Tensor]], owners: ExpertOwners | None = None
     ) -> None:
         """Adds the gradients of clones, which lie in `gradients` of the ranks that hold them, to their owners' sums:
-        in fp32, those of a node summed in the order of the plan, (rank, slot) ascending: first those of the owner's
-        node, then those of the nodes behind it. Collective.
+        in fp32, those of a node summed in the order of the plan, (rank, slot) ascending: first those of the nodes
+        behind the owner's, one after the other, then those of its own. Collective.
 
         sums fp32 [owners][matrices], contiguous. plan, owners: of the push. `gradients` are used up: ranks form sums of
         several clones in them. Behind it they may be written again. Raises ValueError, DeadlineError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -14,25 +15,27 @@ from hybrid_ep.balance import MicrobatchPlan
 from hybrid_ep.balance.relays import relays
 from hybrid_ep.perf import efficiency
 from hybrid_ep.perf.step_time import Job
-from hybrid_ep.spares import COLLECT_BLOCKS, PUSH_BLOCKS
+from hybrid_ep.spares import COLLECT_BLOCKS, PUSH_BLOCKS, PUSH_BLOCKS_OF_NODES
 
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 4  # a parameter
 # Of the kernels between nodes (csrc/kernels/spare_rails.h, csrc/layout/spare_channels.h): bytes of a chunk, of what a
 # warp loads of a copy together, and of how many copies; warps that post for a channel.
 CHUNK, LOADS, COPIES, POSTING = 32 * 1024, 4096, 2, 4
+OWNER_WARPS, HOLDER_WARPS = 4, 2  # of a block that goes along rails, which two thirds of a launch's do
 
 
 @dataclass(frozen=True)
 class Pushes:
     """Microseconds that clones and moved experts of a layer take of a micro-batch. there_us: weights to the slots,
-    once; back_us: gradients home; own, load: rows of each rank's own experts, and all that it computes, over the mean.
-    """
+    once; back_us: gradients home; own, load: rows of each rank's own experts, and all that it computes, over the mean;
+    blocks: of a launch that pushes."""
 
     there_us: float = 0.0
     back_us: float = 0.0
     moved_us: float = 0.0
     own: np.ndarray = field(default_factory=lambda: np.ones(1))
     load: np.ndarray = field(default_factory=lambda: np.ones(1))
+    blocks: int = PUSH_BLOCKS
 
     @property
     def all_us(self) -> float:
@@ -85,15 +88,15 @@ def pushes(plan: MicrobatchPlan, job: Job, kernels: bool = False) -> Pushes:
     ended. kernels: between nodes the kernels push, else torch does; within a node they always do."""
     nodes, width = job.shape.nodes, job.shape.ranks_per_node
     within = nodes == 1 or plan.options.within_node
+    together = kernels and not within
     steps = list(by_rails(plan, width)) if not within and not kernels else list(by_holders(at_home(plan, width)))
     params, times = job.model.expert_params, []
     for back, size in ((False, WEIGHT_BYTES * params), (True, GRADIENT_BYTES * params)):
-        time_us = sum(port_us(sized(moves, size, back), job) for moves in steps)
-        if kernels and not within:
-            time_us += channels_us(plan, job, size, back)
-        times.append(time_us)
+        each = [port_us(sized(moves, size, back), job) for moves in steps]
+        times.append(beside_rails_us(plan, job, size, back, each) if together else sum(each))
     load, cloned = plan.tokens_of_ranks(), np.where(plan.slot_expert >= 0, plan.slot_tokens, 0).sum(axis=1)
-    return Pushes(*times, own=(load - cloned) / load.mean(), load=load / load.mean())
+    blocks = PUSH_BLOCKS_OF_NODES if together else PUSH_BLOCKS
+    return Pushes(*times, blocks=blocks, own=(load - cloned) / load.mean(), load=load / load.mean())
 
 
 def sized(moves: list[Move], size: float, back: bool) -> list[Move]:
@@ -107,29 +110,72 @@ def at_home(plan: MicrobatchPlan, width: int) -> MicrobatchPlan:
     return replace(plan, slot_expert=np.where(owners == np.arange(len(slots))[:, None] // width, slots, -1))
 
 
-def channels_us(plan: MicrobatchPlan, job: Job, size: float, back: bool) -> float:
-    """Of the kernels between nodes: all their ports are busy at once, and no channel, from an owner to a node along a
-    rail, carries more than its ring holds while a chunk goes and its place comes back, or its warps post."""
+def beside_rails_us(plan: MicrobatchPlan, job: Job, size: float, back: bool, each: list[float]) -> float:
+    """Some blocks serve the node, in its two steps (each), while others go along the rails, through the same ports; an
+    owner adds its node's clones, the first step of the two, when those of the other nodes are added."""
+    scatter, spread = by_holders(at_home(plan, job.shape.ranks_per_node))
+    here = spread if back else scatter + spread
+    beside_us, behind_us = (each[1], each[0]) if back else (sum(each), 0.0)
+    ports_us = port_us(sized(here + crossing_moves(plan, job), size, back), job)
+    return max(beside_us, ports_us, channels_us(plan, job, size, back)) + behind_us
+
+
+def crossings(plan: MicrobatchPlan, width: int) -> list[tuple[int, int, list[int]]]:
+    """(owner, node, ranks there that hold it) of each expert that goes to another node."""
+    relayed = itertools.chain(*relays(plan.slot_expert, plan.owner, width))
+    return [
+        (relay.owner, node, [rank for rank, _ in relay.nodes[node]])
+        for relay in relayed
+        for node in set(relay.nodes) - {relay.owner // width}
+    ]
+
+
+def crossing_moves(plan: MicrobatchPlan, job: Job) -> list[Move]:
+    """What the kernels between nodes move of weights of one byte: a stripe along each rail."""
     width = job.shape.ranks_per_node
     moves: list[Move] = []
-    crossing: dict[tuple[int, int], int] = {}  # (owner, node) -> its experts
-    copies = 1
-    for relay in itertools.chain(*relays(plan.slot_expert, plan.owner, width)):
-        home = relay.owner // width
-        for node in set(relay.nodes) - {home}:
-            crossing[relay.owner, node] = crossing.get((relay.owner, node), 0) + 1
-            holders = [rank for rank, _ in relay.nodes[node]]
-            copies = max(copies, len(holders))
-            for here, there in ((home * width + j, node * width + j) for j in range(width)):
-                way = [(relay.owner, here), (here, there), *((there, holder) for holder in holders)]
-                moves += [(source, to, 1 / width) for source, to in way if source != to]
-    if not moves:
+    for owner, node, holders in crossings(plan, width):
+        for here, there in ((owner // width * width + j, node * width + j) for j in range(width)):
+            way = [(owner, here), (here, there), *((there, holder) for holder in holders)]
+            moves += [(source, to, 1 / width) for source, to in way if source != to]
+    return moves
+
+
+def channels_us(plan: MicrobatchPlan, job: Job, size: float, back: bool) -> float:
+    """Of the kernels between nodes: all their ports are busy at once, no channel, from an owner to a node along a rail,
+    carries more than its ring holds while a chunk goes and its place comes back, or its warps post, and no rank moves
+    more than the warps have that its end of the channels has."""
+    width = job.shape.ranks_per_node
+    crossing = crossings(plan, width)
+    if not crossing:
         return 0.0
+    copies = max(len(holders) for _, _, holders in crossing)
     round_us = chunk_round_us(job, copies, back)
-    slots = places(job.shape.nodes, width)
-    chunk_us = max(round_us / slots, job.cluster.nic.post_us.value / POSTING)
-    busiest = max(crossing.values()) * size / width
-    return round_us + max(port_us(sized(moves, size, back), job), busiest / CHUNK * chunk_us)
+    chunk_us = max(round_us / places(job.shape.nodes, width), job.cluster.nic.post_us.value / POSTING)
+    of_owner = Counter(owner for owner, _, _ in crossing)
+    of_node = Counter(node for _, node, _ in crossing)
+    of_channel = Counter((owner, node) for owner, node, _ in crossing)
+    blocks = COLLECT_BLOCKS if back else PUSH_BLOCKS_OF_NODES
+    blocks -= blocks // 3
+    owner_us, holder_us = (
+        us / (blocks * warps) for us, warps in zip(end_us(job, copies, back), (OWNER_WARPS, HOLDER_WARPS), strict=True)
+    )
+    chunks = size / width / CHUNK  # of an expert's stripe
+    return round_us + max(
+        port_us(sized(crossing_moves(plan, job), size, back), job),
+        max(of_channel.values()) * chunks * chunk_us,
+        max(of_owner.values()) * width * chunks * owner_us,
+        max(of_node.values()) * chunks * holder_us,
+    )
+
+
+def end_us(job: Job, copies: int, back: bool) -> tuple[float, float]:
+    """What a warp takes with a chunk at the owner's end of a channel, and at the holders'."""
+    gpu = job.cluster.gpu
+    load_us = gpu.hbm_load_us.value + gpu.nvlink_latency_us.value
+    if not back:  # a bulk copy by way of a stage, to another rank
+        return load_us + gpu.fence_us.value, load_us + gpu.fence_us.value
+    return CHUNK / LOADS * load_us, CHUNK / LOADS * load_us * math.ceil(copies / COPIES) + gpu.fence_us.value
 
 
 def places(nodes: int, width: int) -> int:
@@ -143,8 +189,7 @@ def chunk_round_us(job: Job, copies: int, back: bool) -> float:
     gpu, nic = job.cluster.gpu, job.cluster.nic
     flag_us = gpu.flag_us.value + gpu.nvlink_latency_us.value
     if back:  # loads over NVLink, of all copies, then of the sum and the gradient that it is added to
-        load_us = gpu.hbm_load_us.value + gpu.nvlink_latency_us.value
-        ends = CHUNK / LOADS * load_us * (math.ceil(copies / COPIES) + 1) + gpu.fence_us.value
+        ends = sum(end_us(job, copies, back))
     else:  # bulk copies by way of a stage
         ends = 2 * (gpu.hbm_load_us.value + gpu.fence_us.value)
     return ends + 2 * (nic.post_us.value + nic.latency_us.value) + 2 * flag_us
@@ -172,7 +217,7 @@ def shown_us(got: Pushes, job: Job) -> float:
     )
     shown = got.moved_us
     for time_us, beside_us, blocks in zip(
-        (got.there_us, got.there_us, got.back_us), hidden, (PUSH_BLOCKS, PUSH_BLOCKS, COLLECT_BLOCKS), strict=True
+        (got.there_us, got.there_us, got.back_us), hidden, (got.blocks, got.blocks, COLLECT_BLOCKS), strict=True
     ):
         unseen = min(time_us, beside_us)
         shown += time_us - unseen + unseen * blocks / job.cluster.gpu.num_sms.value

@@ -85,13 +85,14 @@ BUDGETS = {
     # Of a spare slot the last warp to store speaks for all, of gradients the last to have read them.
     "push_weights": Budget(96, 3000, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
     "await_weights": Budget(80, 1150, ("ELECT", *ACQUIRES)),
-    "collect_gradients": Budget(160, 2900, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
-    "push_rails": Budget(128, 7650, (*COPIES, *ACQUIRES)),
-    "collect_rails": Budget(200, 8200, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
+    "collect_gradients": Budget(168, 3200, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
+    "push_nodes": Budget(128, 11000, (*COPIES, *ACQUIRES)),
+    "collect_nodes": Budget(200, 11300, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
 }
 # A fence of system scope takes about a microsecond: one a group of flags (Arch::st_release_sys_each), not one a flag. A
 # loop over peers has 13 to 42 instructions with a fence each; the shortest loop that may have one, over chunks, has 96.
 SYSTEM_FENCE, SHORT_LOOP = r"^(@!?U?P\w+\s+)?MEMBAR\.\w+\.SYS\b", 64
+LINE = 128  # bytes of shared memory
 # Functions that kernels call and that are not inlined lie beside them in the code; NVSHMEM's quiet must not.
 FORBIDDEN_FUNCTION = r"Function : (\S*nvshmem\S*quiet\S*)"
 # NVSHMEM's own code is not counted. 176 registers of 352 threads, 248 of 224 or 112 of 512 still leave a block its SM.
@@ -100,7 +101,7 @@ FORBIDDEN_FUNCTION = r"Function : (\S*nvshmem\S*quiet\S*)"
 NVSHMEM_REGISTERS = {"combine": 176, "dispatch": 144, "exchange": 112, "balance": 240}
 NVSHMEM_REGISTERS |= {name: 128 for name in BUDGETS if name.startswith(("latency_", "await_"))}
 NVSHMEM_REGISTERS |= {name: 152 for name in BUDGETS if name.startswith("push_")}
-NVSHMEM_REGISTERS |= {"collect_gradients": 176, "collect_rails": 248}
+NVSHMEM_REGISTERS |= {"collect_gradients": 192, "collect_nodes": 248}
 NVSHMEM_BUDGETS = {
     name: replace(
         budget,
@@ -126,6 +127,7 @@ class Kernel:
     arch: str
     registers: int = 0
     stack: int = 0
+    shared: int = 0  # what a block has beside what a launch asks for
     local: int = 0
     instructions: int = 0
     opcodes: Counter = field(default_factory=Counter)
@@ -179,8 +181,8 @@ def parse_resources(text):
             arch = match[1]
         elif match := re.match(r"\s*Function (\S+):", line):
             kernel = kernel_of(match[1], arch)
-        elif kernel and (match := re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", line)):
-            kernel.registers, kernel.stack, kernel.local = map(int, match.groups())
+        elif kernel and (match := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line)):
+            kernel.registers, kernel.stack, kernel.shared, kernel.local = map(int, match.groups())
             kernels[kernel.name, kernel.rail, arch] = kernel
             kernel = None
     return kernels
@@ -231,6 +233,8 @@ def has(opcodes, name):
 
 def problems(kernel):
     budget = budgets_of(kernel.rail)[kernel.name]
+    if kernel.shared % LINE:
+        yield f"{kernel.shared} bytes of shared memory: stages behind them are not at multiples of {LINE}"
     if kernel.registers > budget.registers:
         yield f"{kernel.registers} registers, at most {budget.registers}"
     if kernel.stack > budget.stack or kernel.local:

@@ -21,8 +21,8 @@ COUNTED = ("registers", "instructions", "system_fences", "stack")
 # Another release of nvcc may allocate and schedule otherwise; registers are granted by eights.
 MOST_REGISTERS, MOST_INSTRUCTIONS = 4, 0.02
 ORDER = ("exchange", "dispatch", "combine", "balance", "latency_dispatch", "latency_combine", "latency_dispatch_nodes",
-         "latency_combine_nodes", "push_weights", "await_weights", "collect_gradients", "push_rails",
-         "collect_rails")  # fmt: skip
+         "latency_combine_nodes", "push_weights", "await_weights", "collect_gradients", "push_nodes",
+         "collect_nodes")  # fmt: skip
 
 
 def numbers(kernels: Iterable[Any]) -> Table:

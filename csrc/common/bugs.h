@@ -109,6 +109,7 @@
   BUG(kOneCopyOfANode, "of an expert's clones on another node only the first takes part") \
   BUG(kChunkCreditedUnread, "a chunk of gradients is given back when the one before it has come") \
   BUG(kExpertAwaitedByOneWarp, "of the warps that share a channel one alone waits for an expert's slots or gradients") \
+  BUG(kOwnNodeFirst, "an owner adds its own node's clones before those of other nodes have come") \
   BUG(kCloneGradientsNotTaken, "a rank goes on before the owners have read its clones' gradients") \
   BUG(kPartRelayedUnawaited, "a part of an expert is passed on before it has come from the owner") \
   BUG(kSumUnawaited, "a part of a sum of clones' gradients is read before it is said to be formed") \

@@ -1,7 +1,7 @@
-// Kernels of spare slots between nodes: weights of clones to them, gradients home. Each follows the kernel of its kind
-// within the node (kernels/spares.h) on the same stream, which says that a rank's slots are free, or its gradients
-// there. A push is over when this rank's slots hold their weights, a collection when the owners' sums are complete and
-// this rank's gradients have been read: so nothing else waits for either.
+// Kernels of spare slots of several nodes: weights of clones to them, gradients home. Some blocks do what the kernels
+// of one node do (kernels/spares.h), which say as well that slots are free, or gradients there; the others go along the
+// rails meanwhile. Between nodes a push is over when this rank's slots hold their weights, a collection when owners'
+// sums are complete and this rank's gradients have been read: so nothing else waits for either.
 #pragma once
 #include "kernels/spares.h"
 #include "roles/add_rails.h"
@@ -12,15 +12,17 @@
 
 namespace hep {
 
-// A warp's place in the channels: the first of a block is the middle, of the others every second one is at either end.
+// A warp's place in the channels: the first of a block is the middle, of the others so many are at each end. An owner
+// may have to fill, or empty, the rails of its whole node, whoever holds clones only its own.
 template <Arch A>
-inline constexpr int kRailWarps = A::kLanes < 32 ? 3 : 7;
+inline constexpr int kRailOwnerWarps = A::kLanes < 32 ? 1 : 4;
 template <Arch A>
-inline constexpr int kRailEndWarps = (kRailWarps<A> - 1) / 2;
+inline constexpr int kRailHolderWarps = A::kLanes < 32 ? 1 : 2;
+template <Arch A>
+inline constexpr int kRailWarps = 1 + kRailOwnerWarps<A> + kRailHolderWarps<A>;
 // How many of them have stages in a push: those at the ends, and over mapped rails the middle.
 template <Arch A, class Net>
-inline constexpr int kRailStaging = 2 * kRailEndWarps<A> + kIsMapped<Net>;
-inline constexpr uint32_t kLeastRailStage = 1024;
+inline constexpr int kRailStaging = kRailWarps<A> - 1 + kIsMapped<Net>;
 
 // In how many groups the warps at an end, or in the middle, share the channels. At an end a group has as many warps as
 // a ring has slots, or more, if there are so many: no more chunks of a channel are on their way. In the middle four
@@ -41,27 +43,23 @@ struct RailSmem {
     facts = RailTable<A>::bytes(p);
     middle = facts + RailFacts<A>::bytes(p);
     ends = middle + cursors(rail_groups(p, blocks, true));
-    each_end = cursors(rail_groups(p, blocks * kRailEndWarps<A>, false));
+    each_end = cursors(rail_groups(p, blocks * uint32_t(std::min(kRailOwnerWarps<A>, kRailHolderWarps<A>)), false));
     bytes = align_up(ends + each_end * (kRailWarps<A> - 1), 128);
   }
 };
-template <Arch A>
-uint64_t rail_smem_bytes(const SpareRailParams& p, int blocks) {
-  return RailSmem<A>(p, uint32_t(blocks)).bytes;
-}
 
-// The parameters that follow from the others: stages that fit into the budget beside the rest. Returns the bytes of
-// shared memory of a block, more than the budget where none do.
+// The parameters that follow from the others, of so many blocks. Returns the bytes of shared
+// memory of a block, more than the budget where stages of the least size do not fit.
 template <Arch A, class Net>
-inline uint64_t plan_push_rails(SpareRailParams& p, int blocks, uint64_t budget) {
-  if (!p.node.chunk_bytes || p.node.chunk_bytes > kSpareChunk<A>) p.node.chunk_bytes = kSpareChunk<A>;
-  const uint64_t begin = rail_smem_bytes<A>(p, blocks);
-  for (;; p.node.chunk_bytes = p.node.chunk_bytes / 2 / 16 * 16) {
-    p.node.fifo = StageFifo<A, SpareHead>::layout(begin, kSpareStages, p.node.chunk_bytes);
-    p.node.fifo_stride = p.node.fifo.end - begin;
-    const uint64_t bytes = begin + kRailStaging<A, Net> * p.node.fifo_stride;
-    if (bytes <= budget || p.node.chunk_bytes <= kLeastRailStage) return bytes;
-  }
+inline uint64_t plan_push_nodes(SpareRailParams& p, uint64_t budget) {
+  const uint64_t within = plan_push<A>(p.node, kRailWarps<A>, budget), begin = RailSmem<A>(p, p.blocks.number).bytes;
+  p.stage_bytes = p.node.chunk_bytes;
+  const uint64_t between = lay_out_stages<A>(begin, kRailStaging<A, Net>, budget, p.stage_bytes, p.fifo, p.fifo_stride);
+  return std::max(within, between);
+}
+template <Arch A>
+uint64_t collect_nodes_bytes(const SpareRailParams& p) {
+  return std::max(SpareTable<A>::bytes(p.node), RailSmem<A>(p, p.blocks.number).bytes);
 }
 
 // What a warp knows when its role begins.
@@ -75,38 +73,40 @@ struct RailWarp {
   RailChannels<A> channels;
 
   HEP_DEVICE RailWarp(A& a, const SpareRailParams& p, C::Direction d, std::byte* smem)
-      : RailWarp(a, p, d, smem, RailSmem<A>(p, uint32_t(a.num_blocks()))) {}
+      : RailWarp(a, p, d, smem, RailSmem<A>(p, p.blocks.number)) {}
   HEP_DEVICE bool fill() const { return table.fill() && facts.fill(table); }
 
  private:
-  HEP_DEVICE static C::Place place_of(A& a) {
-    const int warp = a.warp_idx();
-    return warp == 0 ? C::kMiddle : warp % 2 ? C::kFirst : C::kLast;
+  HEP_DEVICE static bool is_owners(A& a) { return a.warp_idx() <= kRailOwnerWarps<A>; }  // where it is not the middle
+  HEP_DEVICE static C::Place place_of(A& a, C::Direction d) {
+    if (a.warp_idx() == 0) return C::kMiddle;
+    return is_owners(a) == (d == C::kWeights) ? C::kFirst : C::kLast;
   }
   HEP_DEVICE RailWarp(A& a, const SpareRailParams& p, C::Direction d, std::byte* smem, const RailSmem<A>& at)
-      : place(place_of(a)),
+      : place(place_of(a, d)),
         table(a, p, smem),
         facts(a, p, d, smem + at.facts),
-        channels(a, p, table, facts, d, place, worker_of(a, p, place), smem + cursors_at(a, at, place)) {}
+        channels(a, p, table, facts, d, place, worker_of(a, p), smem + cursors_at(a, at, place)) {}
   HEP_DEVICE static uint64_t cursors_at(A& a, const RailSmem<A>& at, C::Place place) {
     return place == C::kMiddle ? at.middle : at.ends + uint64_t(a.warp_idx() - 1) * at.each_end;
   }
-  HEP_DEVICE static RailWorker worker_of(A& a, const SpareRailParams& p, C::Place place) {
-    const uint32_t block = uint32_t(a.block_idx()), blocks = uint32_t(a.num_blocks()), ends = kRailEndWarps<A>;
-    if (place == C::kMiddle) return {block, blocks, rail_groups(p, blocks, true)};
-    return {block * ends + uint32_t(a.warp_idx() - 1) / 2, blocks * ends, rail_groups(p, blocks * ends, false)};
+  HEP_DEVICE static RailWorker worker_of(A& a, const SpareRailParams& p) {
+    const uint32_t block = uint32_t(a.block_idx()) - p.blocks.first, blocks = p.blocks.number,
+                   warp = uint32_t(a.warp_idx());
+    if (warp == 0) return {block, blocks, rail_groups(p, blocks, true)};
+    const uint32_t before = is_owners(a) ? 1 : 1 + kRailOwnerWarps<A>,
+                   each = is_owners(a) ? kRailOwnerWarps<A> : kRailHolderWarps<A>;
+    return {block * each + warp - before, blocks * each, rail_groups(p, blocks * each, false)};
   }
 };
 
 template <Arch A, Transport<A> Net>
-HEP_DEVICE void push_rails_kernel(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
-  if (!enter_kernel(a)) return;
-  a.set_role(Role::kPushWeights);
+HEP_DEVICE void push_along_rails(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
   const RailWarp<A> warp(a, p, SpareChannels::kWeights, smem);
   const bool middle = warp.place == SpareChannels::kMiddle;
   const int stages = (a.warp_idx() + kRailWarps<A> - 1) % kRailWarps<A>;  // the middle's behind the others'
   const bool staging = stages < kRailStaging<A, Net>;
-  const StageFifo<A, SpareHead> fifo(smem + uint64_t(staging ? stages : 0) * p.node.fifo_stride, p.node.fifo);
+  const StageFifo<A, SpareHead> fifo(smem + uint64_t(staging ? stages : 0) * p.fifo_stride, p.fifo);
   if (staging && a.lane() == 0) fifo.init(a, 1);
   if (!warp.fill() || !a.elect_one()) return;
   if (middle)
@@ -115,20 +115,41 @@ HEP_DEVICE void push_rails_kernel(A& a, Net& net, const SpareRailParams& p, std:
     FeedRailsRole<A>(a, p, warp.table, warp.channels, fifo).run();
   else
     StoreRailsRole<A, Net>(a, net, p, warp.table, warp.channels, fifo).run();
+  end_push(a, p.node);
 }
 
 template <Arch A, Transport<A> Net>
-HEP_DEVICE void collect_rails_kernel(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
-  if (!enter_kernel(a)) return;
-  a.set_role(Role::kCollectGradients);
+HEP_DEVICE void collect_along_rails(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
   const RailWarp<A> warp(a, p, SpareChannels::kGradients, smem);
   if (!warp.fill()) return;
+  bool whole = true;  // no lane has left in its wait
   if (warp.place == SpareChannels::kFirst)
-    GatherRailsRole<A, Net>(a, net, p, warp.table, warp.channels).run();
+    whole = GatherRailsRole<A, Net>(a, net, p, warp.table, warp.channels).run();
   else if (warp.place == SpareChannels::kLast)
-    AddRailsRole<A>(a, p, warp.table, warp.channels).run();
+    whole = AddRailsRole<A>(a, p, warp.table, warp.channels).run();
   else if (a.elect_one())
     ForwardRailsRole<A, Net, SpareChannels::kGradients>(a, net, p, warp.table, warp.channels).run();
+  if (whole && a.elect_one()) end_collection(a, p.node);
+}
+
+template <Arch A, Transport<A> Net>
+HEP_DEVICE void push_nodes_kernel(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
+  if (!enter_kernel(a)) return;
+  a.set_role(Role::kPushWeights);
+  if (uint32_t(a.block_idx()) < p.blocks.first)
+    push_within_node(a, p.node, smem);
+  else
+    push_along_rails(a, net, p, smem);
+}
+
+template <Arch A, Transport<A> Net>
+HEP_DEVICE void collect_nodes_kernel(A& a, Net& net, const SpareRailParams& p, std::byte* smem) {
+  if (!enter_kernel(a)) return;
+  a.set_role(Role::kCollectGradients);
+  if (uint32_t(a.block_idx()) < p.blocks.first)
+    collect_within_node(a, p.node, smem);
+  else
+    collect_along_rails(a, net, p, smem);
 }
 
 }  // namespace hep

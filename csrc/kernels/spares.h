@@ -1,6 +1,7 @@
 // Kernels of spare slots, in a node whose ranks map each other's memory: weights of clones to their holders, a wait for
 // those that this rank holds, and their gradients home. All ranks launch them in the same order: a push, a wait for it,
-// then another push or a collection. None asks the host anything: whose weights go where, the plan says.
+// then another push or a collection. None asks the host anything: whose weights go where, the plan says. Of a launch
+// that pushes or collects between nodes, too (kernels/spare_rails.h), these are some of the blocks.
 //
 // A push announces that this rank's slots are free, which stands for whatever its stream has before: so kernels that
 // use slots are launched before the next push, on its stream or one that it waits for.
@@ -18,15 +19,25 @@ inline constexpr int kSpareWarps = A::kLanes == 1   ? 1
 template <Arch A>
 inline constexpr uint32_t kSpareChunk = A::kLanes < 32 ? 4096 : 8192;  // bytes of a stage, at most
 inline constexpr uint32_t kSpareStages = 4;                            // of a warp
+inline constexpr uint32_t kLeastSpareStage = 1024;
 
-// The parameters that follow from the others. Returns the bytes of shared memory of a block.
+// The bytes of a stage, at most those given, such that so many warps have theirs within the budget, behind `begin`, and
+// where they lie. Returns the bytes of shared memory of a block, more than the budget where none do.
 template <Arch A>
-inline uint64_t plan_push(SpareParams& p) {
+inline uint64_t lay_out_stages(uint64_t begin, int warps, uint64_t budget, uint32_t& bytes, FifoLayout& fifo,
+                               uint64_t& stride) {
+  for (;; bytes = bytes / 2 / 16 * 16) {
+    fifo = StageFifo<A, SpareHead>::layout(begin, kSpareStages, bytes);
+    stride = fifo.end - begin;
+    const uint64_t all = begin + uint64_t(warps) * stride;
+    if (all <= budget || bytes <= kLeastSpareStage) return all;
+  }
+}
+// The parameters that follow from the others.
+template <Arch A>
+inline uint64_t plan_push(SpareParams& p, int warps, uint64_t budget) {
   if (!p.chunk_bytes || p.chunk_bytes > kSpareChunk<A>) p.chunk_bytes = kSpareChunk<A>;
-  const uint64_t begin = SpareTable<A>::bytes(p);
-  p.fifo = StageFifo<A, SpareHead>::layout(begin, kSpareStages, p.chunk_bytes);
-  p.fifo_stride = p.fifo.end - begin;
-  return begin + kSpareWarps<A> * p.fifo_stride;
+  return lay_out_stages<A>(SpareTable<A>::bytes(p), warps, budget, p.chunk_bytes, p.fifo, p.fifo_stride);
 }
 
 // By one lane of every warp, when it has read what it needs of the progress: whether it is the last of the grid.
@@ -37,17 +48,35 @@ HEP_DEVICE bool last_warp(A& a, const SpareParams& p) {
 }
 
 template <Arch A>
-HEP_DEVICE void push_weights_kernel(A& a, const SpareParams& p, std::byte* smem) {
-  if (!enter_kernel(a)) return;
-  a.set_role(Role::kPushWeights);
+HEP_DEVICE void end_push(A& a, const SpareParams& p) {
+  if (last_warp(a, p)) ++p.progress->pushes;
+}
+// Whichever warp is the last speaks for all blocks, and waits for this rank's gradients to be read.
+template <Arch A>
+HEP_DEVICE void end_collection(A& a, const SpareParams& p) {
+  if (!last_warp(a, p)) return;
+  await_taken(a, p);
+  ++p.progress->collected;
+}
+
+// The blocks of a push that serve the node.
+template <Arch A>
+HEP_DEVICE void push_within_node(A& a, const SpareParams& p, std::byte* smem) {
   const SpareTable<A> table(a, p, smem);
   const StageFifo<A, SpareHead> fifo(smem + uint64_t(a.warp_idx()) * p.fifo_stride, p.fifo);
   if (a.lane() == 0) fifo.init(a, 1);
   if (!table.fill() || !a.elect_one()) return;
   PushWeightsRole<A> push(a, p, table, fifo);
-  if (a.block_idx() == 0 && a.warp_idx() == 0) push.free_slots();
+  if (p.blocks.warp(a) == 0) push.free_slots();
   push.run();
-  if (last_warp(a, p)) ++p.progress->pushes;
+  end_push(a, p);
+}
+
+template <Arch A>
+HEP_DEVICE void push_weights_kernel(A& a, const SpareParams& p, std::byte* smem) {
+  if (!enter_kernel(a)) return;
+  a.set_role(Role::kPushWeights);
+  push_within_node(a, p, smem);
 }
 
 // What slot j of the group stores of this rank's slot, all pieces; where j is that slot itself, what the owner does.
@@ -80,19 +109,23 @@ HEP_DEVICE void await_weights_kernel(A& a, const SpareParams& p, std::byte* smem
   if (a.warp_idx() == 0 && a.elect_one()) ++p.progress->awaited;
 }
 
+// The blocks of a collection that serve the node.
+template <Arch A>
+HEP_DEVICE void collect_within_node(A& a, const SpareParams& p, std::byte* smem) {
+  const SpareTable<A> table(a, p, smem);
+  if (!table.fill()) return;
+  AddGradientsRole<A> sums(a, p, table);
+  if (p.blocks.warp(a) == 0 && a.elect_one()) sums.say_ready();
+  if (!sums.run()) return;
+  a.warp_sync();  // what the warp's lanes have read, one speaks for
+  if (a.elect_one()) end_collection(a, p);
+}
+
 template <Arch A>
 HEP_DEVICE void collect_gradients_kernel(A& a, const SpareParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   a.set_role(Role::kCollectGradients);
-  const SpareTable<A> table(a, p, smem);
-  if (!table.fill()) return;
-  AddGradientsRole<A> sums(a, p, table);
-  if (a.block_idx() == 0 && a.warp_idx() == 0 && a.elect_one()) sums.say_ready();
-  if (!sums.run()) return;
-  a.warp_sync();  // what the warp's lanes have read, one speaks for
-  if (!a.elect_one() || !last_warp(a, p)) return;
-  sums.end();
-  ++p.progress->collected;
+  collect_within_node(a, p, smem);
 }
 
 }  // namespace hep

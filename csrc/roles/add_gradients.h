@@ -6,6 +6,9 @@
 // A holder's gradients may be read when it has entered the collection (`ready`, counted in collections), a part of a
 // sum when the last of the warps that form it says so for all of them (`sums`), and all of it may be written again when
 // the owner has said that it has its sum (`taken`), which the last lane of the kernel waits for.
+//
+// Where other blocks bring sums of other nodes (kernels/spare_rails.h), those go first: while they are on their way,
+// which takes longest, relays form theirs.
 #pragma once
 #include "pipeline/node_gate.h"
 #include "roles/spare_copies.h"
@@ -26,19 +29,10 @@ class AddGradientsRole {
   // By all lanes. Nobody waits for a part of a sum before it has formed its own of that piece, so that no two ranks
   // wait for each other. False: one of this warp's lanes has left in its wait.
   HEP_DEVICE bool run() {
-    for (int piece = 0; piece < SpareParams::kPieces; ++piece)
-      for (int i = -int(p.spare_slots); i < p.num_slots(); ++i)
-        if (!(i < 0 ? part(table_.own(-i - 1), piece, true) : part(i, piece, false))) return false;
-    return true;
-  }
-  // By one lane, the last to leave: for all of them. An owner that has all parts of a sum speaks for the relays, too.
-  HEP_DEVICE void end() {
-    a.st_release_sys_each(p.world.num_ranks(), [this](int r) { return p.flag(r, p.taken, p.world.rank); }, epoch_);
-    for (int s = 0; s < int(p.spare_slots) && !injected(Bug::kCloneGradientsNotTaken); ++s) {
-      const SpareCopy own = table_[table_.own(s)];
-      if (own.expert < 0) continue;
-      const WaitInfo info{Site::kCloneGradientsTaken, p.name(own.owner(p)), s};
-      a.wait_ge_sys(p.flag(p.world.rank, p.taken, own.owner(p)), epoch_, info);
+    for (bool forms = true, adds = !p.between_nodes;; forms = false, adds = true) {
+      if (!pieces(forms, adds)) return false;
+      if (adds) return true;
+      if (!await_nodes()) return false;
     }
   }
 
@@ -46,6 +40,18 @@ class AddGradientsRole {
   // Copies, and vectors of each, that a lane reads together.
   static constexpr int kCopies = A::kLanes < 32 ? 1 : 2, kVectors = A::kLanes < 32 ? 1 : 4;
 
+  // forms: sums of the slots that this rank holds; adds: sums to its own gradients.
+  HEP_DEVICE bool pieces(bool forms, bool adds) {
+    for (int piece = 0; piece < SpareParams::kPieces; ++piece)
+      for (int i = forms ? -int(p.spare_slots) : 0; i < (adds ? p.num_slots() : 0); ++i)
+        if (!(i < 0 ? part(table_.own(-i - 1), piece, true) : part(i, piece, false))) return false;
+    return true;
+  }
+  HEP_DEVICE bool await_nodes() {
+    if (a.elect_one() && !injected(Bug::kOwnNodeFirst))
+      a.wait_ge_sys(&p.progress->of_nodes, epoch_, {Site::kGridMeeting, -1, -1});
+    return a.warp_whole();
+  }
   // Of the copy in slot j: as its relay, the part of the sum that this rank forms; else what its owner, if that is this
   // rank, adds of it: the relay's part, or without relays the sum itself, once.
   HEP_DEVICE bool part(int j, int piece, bool relays) {
@@ -72,7 +78,7 @@ class AddGradientsRole {
     a.warp_sync();  // what the warp's lanes have summed, one speaks for
     if (!a.elect_one()) return;
     uint64_t* const summed = p.summed + own % int(p.spare_slots) * SpareParams::kPieces + piece;
-    const bool last = last_of(a.add_acq_rel_sys(summed, 1), summed, uint64_t(a.num_blocks() * a.num_warps()));
+    const bool last = last_of(a.add_acq_rel_sys(summed, 1), summed, p.blocks.warps(a));
     if (last || injected(Bug::kSumToldByEveryWarp)) a.st_release_sys(p.sum_flag(copy.owner(p), own, piece), epoch_);
   }
   HEP_DEVICE bool await_copies(int first) {
@@ -90,8 +96,8 @@ class AddGradientsRole {
 
   // The sum of the copies from `first` on, or its gradient alone, into `to`, or added to what is there.
   HEP_DEVICE void fold(const SparePart& part, uint32_t m, int first, bool all, float* to, bool adds) {
-    const uint32_t width = uint32_t(a.num_blocks() * a.num_warps()) * A::kLanes;
-    const uint32_t lane = uint32_t(a.block_idx() * a.num_warps() + a.warp_idx()) * A::kLanes + uint32_t(a.lane());
+    const uint32_t width = p.blocks.warps(a) * A::kLanes;
+    const uint32_t lane = p.blocks.warp(a) * A::kLanes + uint32_t(a.lane());
     const bool whole = reinterpret_cast<uint64_t>(to) % sizeof(Vec16) == 0;
     for (uint64_t i = part.begin + lane; i < part.end; i += kVectors * width) {
       Vec16 total[kVectors]{};
@@ -115,5 +121,19 @@ class AddGradientsRole {
   const SpareTable<A>& table_;
   const uint64_t epoch_;
 };
+
+// By one lane, the last of the launch to leave, for all of them: sums have been read, and those who formed them of
+// this rank's gradients have read these. An owner that has all parts of a sum speaks for the relays, too.
+template <Arch A>
+HEP_DEVICE void await_taken(A& a, const SpareParams& p) {
+  const uint64_t epoch = p.progress->collected + 1;
+  a.st_release_sys_each(p.world.num_ranks(), [&](int r) { return p.flag(r, p.taken, p.world.rank); }, epoch);
+  for (int s = 0; s < int(p.spare_slots) && !injected(Bug::kCloneGradientsNotTaken); ++s) {
+    const int32_t column = p.column_in_node(a, p.world.rank * int(p.spare_slots) + s);
+    if (column < 0) continue;
+    const int owner = column / p.width();
+    a.wait_ge_sys(p.flag(p.world.rank, p.taken, owner), epoch, {Site::kCloneGradientsTaken, p.name(owner), s});
+  }
+}
 
 }  // namespace hep

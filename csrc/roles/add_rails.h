@@ -1,9 +1,10 @@
 // An owner's end of the channels of gradients: sums of other nodes' clones, out of the rings of its node's ranks, to
 // its own gradient. Experts follow one another; of one, the grid's warps take a chunk each, of all rails in turn, and
 // add what each node sends of it, from the node behind the owner's on. So an element's sums are added in this order, by
-// one lane. Warps wait, but not for each other in a ring: all take chunks in one order, which is that of every channel,
-// so that the first of all that are not added yet has its place in the ring, and a warp that waits for it (as all of a
-// grid's blocks run at once). By all lanes of a warp.
+// one lane. When all are added, the blocks that serve the node add its own clones (add_gradients.h). Warps wait, but
+// not for each other in a ring: all take chunks in one order, which is that of every channel, so that the first of all
+// that are not added yet has its place in the ring, and a warp that waits for it (as all of a grid's blocks run at
+// once). By all lanes of a warp.
 #pragma once
 #include "roles/rail_channels.h"
 #include "roles/vector_sum.h"
@@ -19,19 +20,21 @@ class AddRailsRole {
                           const RailChannels<A>& channels)
       : a(arch), p(params), table_(table), channels_(channels), elected_(arch.elect_one()) {}
 
-  HEP_DEVICE void run() {
+  // False: a lane has left in its wait.
+  HEP_DEVICE bool run() {
     const uint32_t rails = uint32_t(p.world.num_local_ranks), most = SpareStripe(p, 0, C::kGradients).chunks();
     if (elected_)
       for (int n = 1; n < p.world.num_nodes; ++n) set(n, {0, 0, 0, table_.lead(p.world.rank, node(n), -1)});
     for (uint32_t owned = 0; owned < p.node.num_owners; ++owned) {
-      if (!a.warp_whole()) return;  // what one lane has set, all read
+      if (!a.warp_whole()) return false;  // what one lane has set, all read
       if (!has_clones(owned)) continue;
       for (uint32_t i = channels_.worker().number; i < most * rails; i += channels_.worker().of)
-        if (!chunk(owned, int(i % rails), i / rails)) return;
-      if (!a.warp_whole()) return;
+        if (!chunk(owned, int(i % rails), i / rails)) return false;
+      if (!a.warp_whole()) return false;
       if (elected_) pass(owned);
     }
-    if (elected_) channels_.end();
+    if (elected_ && channels_.end()) a.add_acq_rel_rank(&p.node.progress->of_nodes, 1);
+    return true;
   }
 
  private:

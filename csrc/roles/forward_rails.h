@@ -119,7 +119,7 @@ class ForwardRailsRole {
       return comes ? p.own_flag(p.channels.stored(uint32_t(i / ranks), i % ranks))
                    : p.node.flag(p.world.local_rank(), p.node.free, p.world.local_rank());
     };
-    a.wait_ge_sys_each(int(p.node.spare_slots) * ranks, flag, p.node.progress->pushes, [&](int i) {
+    a.wait_ge_sys_each(int(p.node.spare_slots) * ranks, flag, p.node.progress->pushes + 1, [&](int i) {
       // Who stores it, or, where that is this rank itself, who sends it.
       const bool own = i % ranks == p.world.local_rank();
       const int owner = own ? p.owner_of(table_[first + i / ranks].column) : 0;
@@ -131,7 +131,8 @@ class ForwardRailsRole {
   HEP_DEVICE void await_read() {
     if (injected(Bug::kCloneGradientsNotTaken)) return;
     a.wait_ge_sys_each(
-        p.world.num_local_ranks, [this](int l) { return p.own_flag(p.channels.read(l)); }, p.node.progress->collected,
+        p.world.num_local_ranks, [this](int l) { return p.own_flag(p.channels.read(l)); },
+        p.node.progress->collected + 1,
         [this](int l) { return WaitInfo{Site::kCloneGradientsTaken, p.world.rank_of(p.world.node(), l)}; });
   }
 

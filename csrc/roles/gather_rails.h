@@ -20,12 +20,13 @@ class GatherRailsRole {
         table_(table),
         channels_(channels),
         stripe_(params, params.world.local_rank(), C::kGradients),
-        epoch_(params.node.progress->collected),
+        epoch_(params.node.progress->collected + 1),
         elected_(arch.elect_one()) {}
 
-  HEP_DEVICE void run() {
+  // False: a lane has left in its wait.
+  HEP_DEVICE bool run() {
     if (elected_) channels_.begin();
-    if (!a.warp_whole()) return;
+    if (!a.warp_whole()) return false;
     bool left = false;  // a lane, in a wait
     channels_.serve([&](const ChannelCursor& c) { return left || c.done >= c.total; },
                     [&](uint32_t i, const ChannelCursor& c, WaitInfo& waiting) {
@@ -33,9 +34,11 @@ class GatherRailsRole {
                       left = !a.warp_whole();
                       return moved;
                     });
-    if (left || !elected_ || !channels_.end()) return;
+    if (left) return false;
+    if (!elected_ || !channels_.end()) return true;
     const auto flag = [this](int l) { return p.flag(l, p.channels.read(p.world.local_rank())); };
     a.st_release_sys_each(p.world.num_local_ranks, flag, epoch_);
+    return true;
   }
 
  private:

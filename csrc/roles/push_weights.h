@@ -19,8 +19,8 @@ class PushWeightsRole {
         p(params),
         table_(table),
         stores_(arch, params, fifo),
-        worker_(uint32_t(arch.block_idx() * arch.num_warps() + arch.warp_idx())),
-        workers_(uint32_t(arch.num_blocks() * arch.num_warps())) {}
+        worker_(params.blocks.warp(arch)),
+        workers_(params.blocks.warps(arch)) {}
 
   // This rank's slots may be written, by anyone. By one lane of the grid.
   HEP_DEVICE void free_slots() {

@@ -18,7 +18,13 @@ struct SpareRailParams {
   // Zero between kernels: warps of the grid that have left [places]; chunks of an expert that this rank has stored in
   // its node's slots, by the first that holds it [node's slots].
   uint64_t *leaving, *stored;
+  SpareBlocks blocks;  // behind those of the node's
+  // Set for a push: bytes of a stage, and a warp's stages.
+  uint32_t stage_bytes;
+  FifoLayout fifo;
+  uint64_t fifo_stride;
 
+  int num_blocks() const { return int(blocks.first + blocks.number); }  // of the launch
   HEP_DEVICE int slots_of_node() const { return world.num_local_ranks * int(node.spare_slots); }
   HEP_DEVICE int num_slots() const { return world.num_nodes * slots_of_node(); }
   HEP_DEVICE int node_of_slot(int slot) const { return slot / slots_of_node(); }

@@ -84,12 +84,9 @@ class SpareTable {
   // By all lanes of a block, which meet. False: one of them has left.
   HEP_DEVICE bool fill() const {
     const int first = a.warp_idx() * A::kLanes + a.lane(), step = a.num_warps() * A::kLanes;
-    const int before = p.first_rank * p.width(), here = p.world.num_ranks() * p.width();
     for (int j = first; j < p.num_slots(); j += step) {
-      int32_t expert = a.ld_global(p.slot_expert + p.first_slot() + j);
-      int32_t column = p.column_of(a, p.first_slot() + j) - before;
-      if (column < 0 || column >= here) expert = column = -1;  // another node's: its weights come along a rail
-      a.st_shared(&copies_[j].expert, expert);
+      const int32_t column = p.column_in_node(a, j);  // weights of another node's come along a rail
+      a.st_shared(&copies_[j].expert, column < 0 ? -1 : a.ld_global(p.slot_expert + p.first_slot() + j));
       a.st_shared(&copies_[j].column, column);
     }
     if (!a.block_whole()) return false;

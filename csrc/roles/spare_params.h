@@ -11,7 +11,22 @@ namespace hep {
 // on, so that a launch needs no number from the host and may be replayed.
 struct SpareProgress {
   uint64_t pushes, awaited, collected;
-  uint64_t leaving;  // lanes that have left the push or the collection in progress
+  uint64_t leaving;   // lanes that have left the push or the collection in progress
+  uint64_t of_nodes;  // collections whose sums of other nodes are added
+};
+
+// The blocks of a launch that do the same: within the node, or between nodes.
+struct SpareBlocks {
+  uint32_t first, number;
+
+  template <class A>
+  HEP_DEVICE uint32_t warp(A& a) const {
+    return (uint32_t(a.block_idx()) - first) * uint32_t(a.num_warps()) + uint32_t(a.warp_idx());
+  }
+  template <class A>
+  HEP_DEVICE uint32_t warps(A& a) const {
+    return number * uint32_t(a.num_warps());
+  }
 };
 
 struct SpareMatrix {
@@ -46,6 +61,9 @@ struct SpareParams {
   int64_t weights, gradients;
   int64_t free, full, ready, sums,
       taken;  // [L] by rank, [S][L][pieces] by slot and who stores, [L], [L][S][pieces], [L]
+  // The blocks that push or collect within the node; between_nodes: others of the launch do between nodes.
+  SpareBlocks blocks;
+  bool between_nodes;
   // Set for a launch: a warp's stages, and how far those of the next lie behind them.
   FifoLayout fifo;
   uint64_t fifo_stride;
@@ -57,6 +75,12 @@ struct SpareParams {
   HEP_DEVICE int32_t column_of(A& a, int j) const {
     const uint32_t expert = uint32_t(a.ld_global(slot_expert + j));
     return expert < num_experts ? int32_t(a.ld_global(columns + expert)) : -1;
+  }
+  // The same of the owner's in this node, of what slot j of the node holds; -1: empty, or its owner lives elsewhere.
+  template <class A>
+  HEP_DEVICE int32_t column_in_node(A& a, int j) const {
+    const int32_t column = column_of(a, first_slot() + j) - first_rank * width();
+    return column >= 0 && column < world.num_ranks() * width() ? column : -1;
   }
   HEP_DEVICE int name(int rank) const { return first_rank + rank; }  // as the group counts
   HEP_DEVICE int rank_of(int slot) const { return slot / int(spare_slots); }

@@ -21,7 +21,7 @@ class StoreRailsRole {
         channels_(channels),
         stripe_(params, params.world.local_rank(), C::kWeights),
         copy_(arch, fifo),
-        epoch_(params.node.progress->pushes) {}
+        epoch_(params.node.progress->pushes + 1) {}
 
   HEP_DEVICE void run() {
     channels_.begin();

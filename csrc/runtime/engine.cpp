@@ -95,7 +95,7 @@ void Engine::start_counters_at(uint64_t base) {
   const RankProgress progress{base, base, 0, 0, 0, base, base};
   executor_->write(progress_, &progress, sizeof progress);
   if (spare_state_) {
-    const SpareProgress spares{base, base, base, 0};
+    const SpareProgress spares{base, base, base, 0, base};
     executor_->write(spare_state_.get(), &spares, sizeof spares);
     const std::vector<uint64_t> passed(layout_.channels.counters(), base);
     if (!passed.empty()) executor_->write(channel_chunks_, passed.data(), 8 * passed.size());

@@ -66,7 +66,7 @@ struct SpareCall {
   const int64_t* columns = nullptr;      // [E] of each expert's owner in a map over physical slots
   // [owners, M] addresses, of this rank's experts: weights, at multiples of 16, or fp32 sums, at multiples of 4.
   const uint64_t* experts = nullptr;
-  int num_blocks = 1;
+  int num_blocks = 1;        // at least two where the shape has rails: the first third serves the node
   uint32_t chunk_bytes = 0;  // that a warp copies at a time, a multiple of 16; 0: what the machine has stages for
 };
 
@@ -197,7 +197,7 @@ class Engine {
   void make_clone_state();
   void make_spare_state();
   SpareParams spare_params(const SpareCall& call) const;
-  SpareRailParams spare_rail_params(const SpareParams& node) const;
+  SpareRailParams spare_rail_params(const SpareCall& call) const;
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
   void bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call) const;

@@ -1,4 +1,5 @@
 // Spare slots: what the kernels that fill them, and bring gradients home, are told.
+#include <algorithm>
 #include <string>
 
 #include "runtime/engine_call.h"
@@ -17,7 +18,9 @@ SpareParams Engine::spare_params(const SpareCall& c) const {
   const SpareShape& s = shape_.spares;
   if (!s.spare_slots)
     throw std::invalid_argument("spares: this buffer was made without spare slots for weights; give spare_slots");
+  const bool nodes = layout_.channels.number() > 0;
   require_blocks("num_blocks", c.num_blocks);
+  const int num_blocks = nodes ? std::max(2, c.num_blocks) : c.num_blocks;
   if (c.chunk_bytes % 16)
     throw std::invalid_argument("chunk_bytes: is " + std::to_string(c.chunk_bytes) + "; give a multiple of 16");
   SpareParams p{};
@@ -34,6 +37,8 @@ SpareParams Engine::spare_params(const SpareCall& c) const {
   for (uint32_t m = 0; m < s.num_matrices; ++m)
     p.matrices[m] = {s.elements[m] * s.element_bytes, s.weights_at(m), s.elements[m], s.gradients_at(m)};
   p.chunk_bytes = c.chunk_bytes;
+  p.blocks = {0, uint32_t(nodes ? std::max(1, num_blocks / 3) : num_blocks)};
+  p.between_nodes = nodes;
   p.slot_expert = c.slot_expert;
   p.columns = c.columns;
   p.experts = c.experts;
@@ -49,7 +54,8 @@ SpareParams Engine::spare_params(const SpareCall& c) const {
   return p;
 }
 
-SpareRailParams Engine::spare_rail_params(const SpareParams& node) const {
+SpareRailParams Engine::spare_rail_params(const SpareCall& c) const {
+  const SpareParams node = spare_params(c);
   SpareRailParams p{};
   p.node = node;
   p.world = world_;
@@ -60,6 +66,7 @@ SpareRailParams Engine::spare_rail_params(const SpareParams& node) const {
   p.chunks = channel_chunks_;
   p.leaving = channel_chunks_ + layout_.channels.counters();
   p.stored = p.leaving + SpareChannels::kPlaces;
+  p.blocks = {node.blocks.number, uint32_t(std::max(2, c.num_blocks)) - node.blocks.number};
   return p;
 }
 
@@ -68,8 +75,10 @@ void Engine::require_spares(int num_blocks) const {
   SpareCall call;
   call.num_blocks = num_blocks;
   const SpareParams p = spare_params(call);
-  executor_->require_shared_memory(p);
-  if (layout_.channels.number()) executor_->require_shared_memory(spare_rail_params(p), num_blocks);
+  if (p.between_nodes)
+    executor_->require_shared_memory(spare_rail_params(call));
+  else
+    executor_->require_shared_memory(p);
 }
 
 std::shared_ptr<unsigned char> Engine::spare_memory(bool gradients) const {
@@ -84,13 +93,14 @@ uint64_t Engine::spare_bytes(bool gradients) const {
 void Engine::push_weights(const SpareCall& c) {
   const SpareParams p = spare_params(c);
   Call call(*this);
-  const SpareRailParams rails = spare_rail_params(p);
   require_spares(c.num_blocks);
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
   call.run([&] {
-    executor_->push_weights(p, settings);
-    if (rails.channels.number()) executor_->push_rails(rails, settings);
+    if (p.between_nodes)
+      executor_->push_nodes(spare_rail_params(c), settings);
+    else
+      executor_->push_weights(p, settings);
   });
 }
 
@@ -106,8 +116,10 @@ void Engine::collect_gradients(const SpareCall& c) {
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
   call.run([&] {
-    executor_->collect_gradients(p, settings);
-    if (layout_.channels.number()) executor_->collect_rails(spare_rail_params(p), settings);
+    if (p.between_nodes)
+      executor_->collect_nodes(spare_rail_params(c), settings);
+    else
+      executor_->collect_gradients(p, settings);
   });
 }
 

@@ -18,7 +18,7 @@ uint64_t weight_word(uint64_t salt, int expert, uint32_t matrix, uint64_t word) 
 // Such that the order of additions shows.
 float gradient_of(uint64_t salt, size_t slot, uint32_t matrix, uint64_t element) {
   const uint64_t x = mix(salt, slot, matrix, element);
-  return std::ldexp(float(x % 1001) - 500, int(x >> 32 & 15) - 8);
+  return std::ldexp(float(int(x & 0xffffff) - 0x800000), int(x >> 32 & 15) - 23);  // all bits of a float
 }
 constexpr float kSumBefore = 0.375f;
 
@@ -195,7 +195,7 @@ void CloneProgram::collect(uint32_t plan, uint32_t round, const ProgramPoint& at
   for (size_t i = 0; i < sums.size(); ++i)
     for (uint64_t e = 0; e < sums[i].size(); ++e) {
       float wanted = kSumBefore;
-      for (uint32_t behind = 0; behind < s_.num_nodes; ++behind)
+      for (uint32_t behind = 1; behind <= s_.num_nodes; ++behind)
         wanted += clones_of(plan, salt, experts[i / shape.num_matrices], behind, uint32_t(i % shape.num_matrices), e);
       at.expect(std::bit_cast<uint32_t>(sums[i][e]) == std::bit_cast<uint32_t>(wanted), "element ", e,
                 " of the gradient of expert ", experts[i / shape.num_matrices], " is ", sums[i][e], ", not ", wanted);

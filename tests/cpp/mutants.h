@@ -141,5 +141,6 @@ inline constexpr Bug kCloneBugs[] = {
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
 // kRailCallUnchecked: test_rail_ring.cpp.
 // kFoldUnmet, kDraftsUnmet, kFlowNotTakenBack: test_plan_clones.cpp.
+// kOwnNodeFirst: test_spares.cpp.
 
 }  // namespace hep::test

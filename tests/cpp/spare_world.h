@@ -1,7 +1,7 @@
 // Worlds of threads, an engine each, that push weights of clones to spare slots and add their gradients to the owners'
 // sums: on one node and on several, on every executor, with plans of all kinds, layer behind layer over the same slots.
 // The bytes must be those of the owners, for as long as a rank uses them, and sums must have the bits of the clones'
-// sums in the plan's order: of the owner's node, then of the nodes behind it.
+// sums in the plan's order: of the nodes behind the owner's, then of its own.
 #pragma once
 #include "check.h"
 
@@ -90,7 +90,7 @@ inline unsigned char weight_byte(size_t step, int expert, uint32_t matrix, uint6
 }
 inline float gradient(size_t step, int slot, uint32_t matrix, uint64_t element) {
   const uint64_t x = mixed(step + 1000, uint64_t(slot), matrix, element);
-  return std::ldexp(float(x % 1001) - 500, int(x >> 32 & 15) - 8);
+  return std::ldexp(float(int(x & 0xffffff) - 0x800000), int(x >> 32 & 15) - 23);  // all bits of a float
 }
 
 inline void expect(bool ok, const std::string& what) {
@@ -196,7 +196,7 @@ class RankOf {
       const auto* found = reinterpret_cast<const float*>(addresses[k]);
       for (uint64_t e = 0; e < c_.shape.elements[m]; ++e) {
         float wanted = 0.375f;
-        for (int behind = 0; behind < c_.num_nodes; ++behind)
+        for (int behind = 1; behind <= c_.num_nodes; ++behind)
           add_clones(wanted, i, experts[k / c_.shape.num_matrices], (rank_ / c_.local() + behind) % c_.num_nodes, m, e);
         expect(std::bit_cast<uint32_t>(found[e]) == std::bit_cast<uint32_t>(wanted),
                at(i) + "element " + std::to_string(e) + " of the sum of matrix " + std::to_string(m) + " differs");

@@ -54,10 +54,10 @@ TEST(nodes_of_plain_fibers) {
   random_worlds("host", 100, 8, 4);
 }
 TEST(nodes_of_checked_lanes) {
-  random_worlds("host_checked", 30, 8, 4);
-  random_worlds("host_checked_lanes4", 15, 6, 3);
-  random_worlds("host_checked_lanes32", 3, 4, 2);
-  random_worlds("host_checked_mapped", 15, 6, 3);
+  random_worlds("host_checked", 25, 8, 4);
+  random_worlds("host_checked_lanes4", 10, 6, 3);
+  random_worlds("host_checked_lanes32", 2, 4, 2);
+  random_worlds("host_checked_mapped", 10, 6, 3);
 }
 TEST(simulated_nodes) {
   random_worlds("sim", 60, 8, 4);
@@ -118,7 +118,7 @@ TEST(of_two_ranks_on_two_nodes_each_names_the_other) {
     CHECK(failed.starts_with(other) && failed.find(" from " + gone) != std::string::npos);
   }
 }
-// A block of the kernels between nodes fits into a GPU's 227 KiB, by the eight blocks of a default push.
+// A block of the kernels between nodes fits into a GPU's 227 KiB, by the blocks of a default push.
 TEST(large_groups_leave_shared_memory_for_stages) {
   const struct {
     int nodes, local;
@@ -132,10 +132,12 @@ TEST(large_groups_leave_shared_memory_for_stages) {
     p.world = {g.nodes, g.local, 0};
     p.node.spare_slots = g.spare;
     p.channels = SpareChannels::make(shape, uint32_t(g.nodes), uint32_t(g.local));
-    const uint64_t bytes = plan_push_rails<host::CheckedFibers<32>, LoopbackTransport>(p, 8, (227 - 1) * 1024);
-    std::printf("%d x %d ranks, %u slots: %u bytes a stage, %llu a block\n", g.nodes, g.local, g.spare,
-                p.node.chunk_bytes, static_cast<unsigned long long>(bytes));
-    CHECK(bytes <= (227 - 1) * 1024 && p.node.chunk_bytes == g.stage);
+    p.node.world = {1, g.local, 0};
+    p.blocks = {4, 8};
+    const uint64_t bytes = plan_push_nodes<host::CheckedFibers<32>, LoopbackTransport>(p, (227 - 1) * 1024);
+    std::printf("%d x %d ranks, %u slots: stages of %u bytes, within the node of %u, %llu a block\n", g.nodes, g.local,
+                g.spare, p.stage_bytes, p.node.chunk_bytes, static_cast<unsigned long long>(bytes));
+    CHECK(bytes <= (227 - 1) * 1024 && p.stage_bytes == g.stage && p.node.chunk_bytes >= 4096);
     CHECK(p.channels.ring_bytes() <= (g.nodes * g.local <= 256 ? 128ull << 20 : 512ull << 20));
   }
 }
@@ -187,7 +189,8 @@ void notice(std::initializer_list<Bug> bugs, int most_ranks, int most_nodes) {
 TEST(mutants_of_channels_are_noticed) {
   notice({Bug::kChunkToldBeforeStores, Bug::kChunkFedUnasked, Bug::kOneCopyOfANode, Bug::kChunkCreditedUnread,
           Bug::kSlotNotAwaitedFree, Bug::kWeightsUnawaited, Bug::kCloneGradientsUnawaited, Bug::kCloneGradientsNotTaken,
-          Bug::kSumUnawaited, Bug::kFinishedNotReset, Bug::kSlotFullByEveryWarp, Bug::kExpertAwaitedByOneWarp},
+          Bug::kSumUnawaited, Bug::kFinishedNotReset, Bug::kSlotFullByEveryWarp, Bug::kExpertAwaitedByOneWarp,
+          Bug::kOwnNodeFirst},
          6, 3);
 }
 TEST(mutants_are_noticed) {

@@ -158,7 +158,7 @@ class Layers:
                 for n in MATRICES:
                     wanted, holders = torch.zeros(SHAPES[n]), (plan == e).nonzero().tolist()
                     nodes = self.num_ranks // self.per_node
-                    for behind in [*range(nodes)] * times:
+                    for behind in [*range(1, nodes + 1)] * times:
                         node = (self.rank // self.per_node + behind) % nodes
                         near = [(holder, slot) for holder, slot in holders if holder // self.per_node == node]
                         given = [drawn((self.spare, *SHAPES[n]), seed, holder, n, 9)[slot] for holder, slot in near]

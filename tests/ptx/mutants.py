@@ -221,15 +221,15 @@ MUTANTS = (
     ),
     *(
         mutant
-        for k in ("push_rails", "collect_rails")
+        for k in ("push_nodes", "collect_nodes")
         for mutant in (
             off(k, "reads flags without an acquire", r"ld\.acquire\.sys\.", "ld.relaxed.sys."),
             off(k, "tells its device only", r"st\.release\.sys\.", "st.release.gpu."),
         )
     ),
-    off("push_rails", "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;"),
+    off("push_nodes", "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;"),
     off(
-        "collect_rails",
+        "collect_nodes",
         "lanes do not meet before one speaks for them",
         r"bar\.warp\.sync -1;",
         before=r"\{ \.reg \.pred p; elect\.sync|@|setp",

@@ -98,7 +98,7 @@ def train(
         on_device = [[x.to(device, copy=True) for x in one] for one in sums]
         holders = {e: [(r, s) for (r, s), found in np.ndenumerate(plan.numpy()) if found == e] for e in mine}
         local = per_node or num_ranks
-        behind = [(rank // local + n) % (num_ranks // local) for n in range(num_ranks // local)]
+        behind = [(rank // local + 1 + n) % (num_ranks // local) for n in range(num_ranks // local)]
 
         def summed(x, e, n, layer=layer, holders=holders, behind=behind, local=local):
             for node in behind:

@@ -141,8 +141,8 @@ class CudaExecutor final : public Executor {
     load(push_weights_entry<Net>);
     load(await_weights_entry<Net>);
     load(collect_gradients_entry<Net>);
-    load(push_rails_entry<Net>);
-    load(collect_rails_entry<Net>);
+    load(push_nodes_entry<Net>);
+    load(collect_nodes_entry<Net>);
   }
 
   // One upload for the life of the buffer. With the deadline's: a launch then needs none, and can be captured.
@@ -257,16 +257,16 @@ class CudaExecutor final : public Executor {
   }
   void require_shared_memory(const SpareParams& params) const override {
     SpareParams p = params;
-    require_slots(p, p.world.num_ranks(), plan_push<CudaArch>(p));
+    require_slots(p, p.world.num_ranks(), plan_push<CudaArch>(p, kSpareWarps<CudaArch>, uint64_t(budget_)));
   }
-  void require_shared_memory(const SpareRailParams& params, int num_blocks) const override {
+  void require_shared_memory(const SpareRailParams& params) const override {
     if constexpr (kRailIsNic<Net>) require_rdma_order();
     SpareRailParams p = params;
-    require_slots(p.node, p.world.num_ranks(), plan_push_rails<CudaArch, Net>(p, num_blocks, uint64_t(budget_)));
+    require_slots(p.node, p.world.num_ranks(), plan_push_nodes<CudaArch, Net>(p, uint64_t(budget_)));
   }
   void push_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
-    const uint64_t shared = plan_push<CudaArch>(p);
+    const uint64_t shared = plan_push<CudaArch>(p, kSpareWarps<CudaArch>, uint64_t(budget_));
     launch<SpareParams>(push_weights_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
   }
   void await_weights(const SpareParams& params, const LaunchSettings& s) override {
@@ -279,15 +279,15 @@ class CudaExecutor final : public Executor {
     const uint64_t shared = SpareTable<CudaArch>::bytes(p);
     launch<SpareParams>(collect_gradients_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
   }
-  void push_rails(const SpareRailParams& params, const LaunchSettings& s) override {
+  void push_nodes(const SpareRailParams& params, const LaunchSettings& s) override {
     SpareRailParams p = params;
-    const uint64_t shared = plan_push_rails<CudaArch, Net>(p, s.num_blocks, uint64_t(budget_));
-    launch<SpareRailParams>(push_rails_entry<Net>, p, s, s.num_blocks, kThreads<kRailWarps<CudaArch>>, shared);
+    const uint64_t shared = plan_push_nodes<CudaArch, Net>(p, uint64_t(budget_));
+    launch<SpareRailParams>(push_nodes_entry<Net>, p, s, p.num_blocks(), kThreads<kRailWarps<CudaArch>>, shared);
   }
-  void collect_rails(const SpareRailParams& params, const LaunchSettings& s) override {
+  void collect_nodes(const SpareRailParams& params, const LaunchSettings& s) override {
     SpareRailParams p = params;
-    const uint64_t shared = rail_smem_bytes<CudaArch>(p, s.num_blocks);
-    launch<SpareRailParams>(collect_rails_entry<Net>, p, s, s.num_blocks, kThreads<kRailWarps<CudaArch>>, shared);
+    const uint64_t shared = collect_nodes_bytes<CudaArch>(p);
+    launch<SpareRailParams>(collect_nodes_entry<Net>, p, s, p.num_blocks(), kThreads<kRailWarps<CudaArch>>, shared);
   }
 
  private:
@@ -296,8 +296,9 @@ class CudaExecutor final : public Executor {
     const void* entry = reinterpret_cast<const void*>(kernel);
     cudaFuncAttributes a{};
     cuda::check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");
-    budget_ = device_.max_shared() - int(a.sharedSizeBytes);
-    cuda::check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, budget_), "shared memory");
+    const int budget = device_.max_shared() - int(a.sharedSizeBytes);
+    cuda::check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, budget), "shared memory");
+    budget_ = std::min(budget_, budget);
   }
   Net net(unsigned char* const* segments, const World& world) const {
     if constexpr (std::is_constructible_v<Net, unsigned char* const*, uint64_t>)
@@ -343,7 +344,7 @@ class CudaExecutor final : public Executor {
   Device device_;
   Image tables_;
   uint64_t rail_table_ = 0;
-  int budget_ = 0;
+  int budget_ = std::numeric_limits<int>::max();  // of any kernel
 };
 
 }  // namespace hep::cuda

@@ -104,19 +104,19 @@ __global__ void __launch_bounds__(kThreads<kSpareWarps<CudaArch>>, 1)
   collect_gradients_kernel(a, p, dynamic_shared());
 }
 
-// And between nodes.
+// And between nodes, too.
 template <class Net>
 __global__ void __launch_bounds__(kThreads<kRailWarps<CudaArch>>, 1)
-    push_rails_entry(const __grid_constant__ SpareRailParams p, Net net, CudaControl* control) {
+    push_nodes_entry(const __grid_constant__ SpareRailParams p, Net net, CudaControl* control) {
   CudaArch a(control);
-  push_rails_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
+  push_nodes_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
 }
 
 template <class Net>
 __global__ void __launch_bounds__(kThreads<kRailWarps<CudaArch>>, 1)
-    collect_rails_entry(const __grid_constant__ SpareRailParams p, Net net, CudaControl* control) {
+    collect_nodes_entry(const __grid_constant__ SpareRailParams p, Net net, CudaControl* control) {
   CudaArch a(control);
-  collect_rails_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
+  collect_nodes_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
 }
 
 }  // namespace hep

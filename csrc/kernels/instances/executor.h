@@ -38,7 +38,7 @@ struct TableView {
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
 // table counts it here, so that a library of another build is refused.
-inline constexpr uint64_t kExecutorVersion = 12;
+inline constexpr uint64_t kExecutorVersion = 13;
 
 // All that parameters point at lies in the kernels' memory.
 class Executor {
@@ -60,8 +60,8 @@ class Executor {
   virtual void push_weights(const SpareParams&, const LaunchSettings&) { no_spares(); }
   virtual void await_weights(const SpareParams&, const LaunchSettings&) { no_spares(); }
   virtual void collect_gradients(const SpareParams&, const LaunchSettings&) { no_spares(); }
-  virtual void push_rails(const SpareRailParams&, const LaunchSettings&) { no_spares(); }
-  virtual void collect_rails(const SpareRailParams&, const LaunchSettings&) { no_spares(); }
+  virtual void push_nodes(const SpareRailParams&, const LaunchSettings&) { no_spares(); }
+  virtual void collect_nodes(const SpareRailParams&, const LaunchSettings&) { no_spares(); }
 
   // What this machine can launch, asked before anything of an operation is launched: a refusal leaves the ranks in step
   // and the buffer usable. All blocks of a launch are resident together, since they wait for one another.
@@ -73,7 +73,7 @@ class Executor {
   virtual void require_shared_memory(const LatencyDispatchParams&, int /*num_blocks*/) const {}
   virtual void require_shared_memory(const BalanceParams&) const {}
   virtual void require_shared_memory(const SpareParams&) const {}
-  virtual void require_shared_memory(const SpareRailParams&, int /*num_blocks*/) const {}
+  virtual void require_shared_memory(const SpareRailParams&) const {}
 
   // Memory of the machine that the kernels run on. Segments and the caller's tensors lie there, and so does what
   // kernels keep between launches (allocate: zeroed). write and read are ordered with the launches.

@@ -19,7 +19,7 @@ class HostExecutor final : public Executor {
  public:
   // Not what an SM has: copies here are immediate, so deep FIFOs hide nothing, and stages that stay in a core's L1
   // made a dispatch of 4096 rows of 4 KiB on 4 ranks twice as fast as 192 KiB of them.
-  static constexpr uint64_t kSmemBudget = 24 * 1024;
+  static constexpr uint64_t kSmemBudget = 24 * 1024, kNoBudget = std::numeric_limits<uint64_t>::max();
 
   template <class... Args>
   explicit HostExecutor(Args&&... args) : net_(std::forward<Args>(args)...) {}
@@ -61,7 +61,7 @@ class HostExecutor final : public Executor {
   }
   void push_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
-    const uint64_t smem_bytes = plan_push<A>(p);
+    const uint64_t smem_bytes = plan_push<A>(p, kSpareWarps<A>, kNoBudget);
     launch(s, s.num_blocks, kSpareWarps<A>, smem_bytes,
            [&](A& a, std::byte* smem) { push_weights_kernel(a, p, smem); });
   }
@@ -72,15 +72,15 @@ class HostExecutor final : public Executor {
     launch(s, s.num_blocks, kSpareWarps<A>, SpareTable<A>::bytes(p),
            [&](A& a, std::byte* smem) { collect_gradients_kernel(a, p, smem); });
   }
-  void push_rails(const SpareRailParams& params, const LaunchSettings& s) override {
+  void push_nodes(const SpareRailParams& params, const LaunchSettings& s) override {
     SpareRailParams p = params;
-    const uint64_t smem_bytes = plan_push_rails<A, Net>(p, s.num_blocks, std::numeric_limits<uint64_t>::max());
-    launch(s, s.num_blocks, kRailWarps<A>, smem_bytes,
-           [&](A& a, std::byte* smem) { push_rails_kernel<A, Net>(a, net_, p, smem); });
+    const uint64_t smem_bytes = plan_push_nodes<A, Net>(p, kNoBudget);
+    launch(s, p.num_blocks(), kRailWarps<A>, smem_bytes,
+           [&](A& a, std::byte* smem) { push_nodes_kernel<A, Net>(a, net_, p, smem); });
   }
-  void collect_rails(const SpareRailParams& p, const LaunchSettings& s) override {
-    launch(s, s.num_blocks, kRailWarps<A>, rail_smem_bytes<A>(p, s.num_blocks),
-           [&](A& a, std::byte* smem) { collect_rails_kernel<A, Net>(a, net_, p, smem); });
+  void collect_nodes(const SpareRailParams& p, const LaunchSettings& s) override {
+    launch(s, p.num_blocks(), kRailWarps<A>, collect_nodes_bytes<A>(p),
+           [&](A& a, std::byte* smem) { collect_nodes_kernel<A, Net>(a, net_, p, smem); });
   }
 
  private:

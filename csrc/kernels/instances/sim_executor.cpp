@@ -17,6 +17,7 @@ namespace hep {
 
 using sim::SimArch;
 using Use = sim::Region::Use;
+constexpr uint64_t kNoBudget = std::numeric_limits<uint64_t>::max();
 
 template <class Body>
 void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t smem, const MessageLayout& message,
@@ -111,7 +112,7 @@ void SimExecutor::add_spares(const SpareParams& p, uint64_t element_bytes, Use u
 
 void SimExecutor::push_weights(const SpareParams& params, const LaunchSettings& s) {
   SpareParams p = params;
-  const uint64_t smem_bytes = plan_push<SimArch>(p);
+  const uint64_t smem_bytes = plan_push<SimArch>(p, kSpareWarps<SimArch>, kNoBudget);
   add_spares(p, p.matrices[0].bytes / p.matrices[0].elements, Use::kInput);
   launch("push_weights", s.num_blocks, kSpareWarps<SimArch>, smem_bytes, {},
          [&](SimArch& a, SimTransport&, std::byte* smem) { push_weights_kernel(a, p, smem); });
@@ -135,23 +136,22 @@ void SimExecutor::collect_gradients(const SpareParams& p, const LaunchSettings& 
   m_.memory().drop_rank(rank_);
 }
 
-void SimExecutor::push_rails(const SpareRailParams& params, const LaunchSettings& s) {
+void SimExecutor::push_nodes(const SpareRailParams& params, const LaunchSettings&) {
   SpareRailParams p = params;
-  const uint64_t smem_bytes =
-      plan_push_rails<SimArch, SimTransport>(p, s.num_blocks, std::numeric_limits<uint64_t>::max());
+  const uint64_t smem_bytes = plan_push_nodes<SimArch, SimTransport>(p, kNoBudget);
   add_spares(p.node, p.node.matrices[0].bytes / p.node.matrices[0].elements, Use::kInput);
-  launch("push_rails", s.num_blocks, kRailWarps<SimArch>, smem_bytes, {},
+  launch("push_nodes", p.num_blocks(), kRailWarps<SimArch>, smem_bytes, {},
          [&](SimArch& a, SimTransport& net, std::byte* smem) {
-           push_rails_kernel<SimArch, SimTransport>(a, net, p, smem);
+           push_nodes_kernel<SimArch, SimTransport>(a, net, p, smem);
          });
   m_.memory().drop_rank(rank_);
 }
 
-void SimExecutor::collect_rails(const SpareRailParams& p, const LaunchSettings& s) {
+void SimExecutor::collect_nodes(const SpareRailParams& p, const LaunchSettings&) {
   add_spares(p.node, 4, Use::kMetadata);
-  launch("collect_rails", s.num_blocks, kRailWarps<SimArch>, rail_smem_bytes<SimArch>(p, s.num_blocks), {},
+  launch("collect_nodes", p.num_blocks(), kRailWarps<SimArch>, collect_nodes_bytes<SimArch>(p), {},
          [&](SimArch& a, SimTransport& net, std::byte* smem) {
-           collect_rails_kernel<SimArch, SimTransport>(a, net, p, smem);
+           collect_nodes_kernel<SimArch, SimTransport>(a, net, p, smem);
          });
   m_.memory().drop_rank(rank_);
 }

@@ -15,8 +15,8 @@ class SimExecutor final : public Executor {
   void push_weights(const SpareParams& p, const LaunchSettings& s) override;
   void await_weights(const SpareParams& p, const LaunchSettings& s) override;
   void collect_gradients(const SpareParams& p, const LaunchSettings& s) override;
-  void push_rails(const SpareRailParams& p, const LaunchSettings& s) override;
-  void collect_rails(const SpareRailParams& p, const LaunchSettings& s) override;
+  void push_nodes(const SpareRailParams& p, const LaunchSettings& s) override;
+  void collect_nodes(const SpareRailParams& p, const LaunchSettings& s) override;
   void exchange(const ExchangeParams& p, const LaunchSettings& s) override;
   void dispatch(DispatchParams& p, const LaunchSettings& s) override;
   void combine(CombineParams& p, const LaunchSettings& s) override;

@@ -53,7 +53,7 @@ def test_modes_agree_with_their_columns(mode):
     assert (got.clones > 0) == (mode not in ("off", "slow"))
     assert got.pushes.all_us > 0 or not got.clones
     assert 0 <= balance_pushes.shown_us(got.pushes, SMALL) <= got.pushes.all_us
-    if mode in ("exact", "both"):
+    if mode in ("exact", "exact, nodes alike", "both"):
         assert got.imbalance <= 0.0101
 
 
@@ -129,24 +129,41 @@ def test_from_clone_to_clone_each_port_carries_one_expert():
     assert sent == pytest.approx([1] + [6 / 7] * 7) and got == pytest.approx([0] + [1] * 7)
 
 
-def test_kernels_push_at_home_first_and_then_all_ports_at_once():
+def test_kernels_serve_the_node_beside_the_rails():
     job, plan = SMALL, hot(16)
     at_home = balance_pushes.at_home(plan, 8)
     assert (at_home.slot_expert[:8] == plan.slot_expert[:8]).all() and (at_home.slot_expert[8:] == -1).all()
     size = 2.0 * job.model.expert_params
-    within = sum(
-        balance_pushes.port_us(balance_pushes.sized(m, size, False), job) for m in balance_pushes.by_holders(at_home)
-    )
+    steps = list(balance_pushes.by_holders(at_home))
+    scatter, spread = (balance_pushes.port_us(balance_pushes.sized(m, 2 * size, True), job) for m in steps)
     far = balance_pushes.channels_us(plan, job, size, False)
     made = balance_pushes.pushes(plan, job, kernels=True)
-    assert made.there_us == pytest.approx(within + far)
+    together = sum(steps, []) + balance_pushes.crossing_moves(plan, job)
+    through_ports = balance_pushes.port_us(balance_pushes.sized(together, size, False), job)
+    assert made.blocks == 12 and through_ports > (scatter + spread) / 2 > far, "NVLink carries both"
+    assert made.there_us == pytest.approx(through_ports)
     nic = size / 8 / (job.cluster.nic.rate * 1e3)  # an eighth through each of them
     round_us = balance_pushes.chunk_round_us(job, 8, False)
     assert far == pytest.approx(round_us + nic), "64 places of a ring, and four lanes that post, do more than a NIC"
-    back = balance_pushes.chunk_round_us(job, 8, True)
     home = balance_pushes.channels_us(plan, job, 2 * size, True)
-    assert home == pytest.approx(back + 2 * size / 8 / 32768 * back / 64), "eight copies' gradients do less"
+    assert home > spread and made.back_us == pytest.approx(home + scatter), "an owner adds its node's clones last"
+    back = balance_pushes.chunk_round_us(job, 8, True)
+    assert home == pytest.approx(back + 2 * size / 8 / 32768 * back / 64), "eight copies' gradients do less than a NIC"
     assert balance_pushes.channels_us(hot(8, within=True), job, size, True) == 0.0
+
+
+def test_an_owner_moves_no_more_than_its_warps_do(monkeypatch):
+    job = steps.job_of("h100_8x400g", 64, 4096)
+    plan = replace(hot(64), options=MicrobatchOptions(num_nodes=8))
+    size = 2.0 * job.model.expert_params
+    usual = balance_pushes.channels_us(plan, job, size, False)
+    nic = 7 * size / 8 / (job.cluster.nic.rate * 1e3)
+    assert usual == pytest.approx(balance_pushes.chunk_round_us(job, 8, False) + nic), "a node's NICs, all seven others"
+    monkeypatch.setattr(balance_pushes, "OWNER_WARPS", 1)
+    warp_us = balance_pushes.end_us(job, 8, False)[0]
+    slow = balance_pushes.channels_us(plan, job, size, False)
+    assert slow == pytest.approx(balance_pushes.chunk_round_us(job, 8, False) + 7 * size / 32768 * warp_us / 8)
+    assert slow > usual
 
 
 @pytest.mark.parametrize("nodes, width", [(2, 1), (2, 8), (3, 8), (4, 8), (8, 8), (32, 8), (4, 72)])

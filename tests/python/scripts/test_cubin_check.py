@@ -114,7 +114,16 @@ def route_code(loads=(*AHEAD, *USE), walk=(), record=(), turn=(), turns=4) -> li
 
 
 def library(
-    opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=1, rail="mapped", rows=None, route=None
+    opcodes=ALL,
+    registers=90,
+    stack=0,
+    local=0,
+    leave_out=None,
+    repeat=1,
+    rail="mapped",
+    rows=None,
+    route=None,
+    shared=1152,
 ):
     """The two texts of a library in which every kernel consists of these opcodes."""
     resources, sass = [], []
@@ -127,7 +136,7 @@ def library(
                     continue
                 resources.append(
                     f" Function {symbol(kernel, rail_type)}:\n  REG:{min(registers, budget.registers + 1)}"
-                    f" STACK:{stack} SHARED:1152 LOCAL:{local} CONSTANT[0]:1016"
+                    f" STACK:{stack} SHARED:{shared} LOCAL:{local} CONSTANT[0]:1016"
                 )
                 sass.append(f"\t\tFunction : {symbol(kernel, rail_type)}")
                 code = row_code() if rows is None else rows
@@ -263,6 +272,10 @@ def test_what_is_wrong_is_named(changes, words):
     assert any(words in line for line in said), said
 
 
+def test_stages_begin_at_lines_of_shared_memory():
+    assert len(said := complaints(registers=70, shared=1056)) >= 26 and "1056 bytes of shared memory" in said[0]
+
+
 def test_kernels_that_call_nvshmem_may_have_its_stack_and_nothing_more():
     def said(**changes):
         return cubin_check.check(*library(rail="nvshmem", **changes), cubin_check.RAILS["nvshmem"])[1]
@@ -289,7 +302,7 @@ def test_a_library_for_one_architecture_needs_no_other():
 
 def test_kernels_that_need_no_acquire_may_lack_its_fence():
     said = complaints(opcodes=tuple(o for o in ALL if "ASYNC.G" not in o), registers=70)
-    others = {"push_weights", "await_weights", "collect_gradients", "push_rails", "collect_rails"}
+    others = {"push_weights", "await_weights", "collect_gradients", "push_nodes", "collect_nodes"}
     others |= {"latency_dispatch_nodes", "latency_combine_nodes"}
     assert {line.split("<")[0] for line in said} == {"balance", "exchange", "dispatch", "combine", *others}
 
