@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,14 @@ def test_a_cluster_that_is_not_there(launcher, tmp_path, capsys):
     assert [e["shape"]["tokens"] for e in document["entries"]] == [256, 1024, 4096]
     suggested = recommend.tune(shape.with_(tokens=256), cluster).chunk
     assert {p["chunk"] for p in document["entries"][0]["points"]} == {64, HYBRID_EP.chunk, suggested}
+
+
+def test_the_predicted_example_of_the_page_is_what_the_command_prints(launcher, capsys):
+    page = (Path(__file__).resolve().parents[3] / "docs" / "tuning.md").read_text().splitlines()
+    assert main("tune --backend sim --nodes 4 --num-sms 8 --chunk 16,32,64".split()) == EXIT_OK
+    said = [line for line in capsys.readouterr().out.splitlines() if "dispatch" in line and "default" in line]
+    assert said[-1].startswith("# dispatch at 4096 tokens: tuned 8 SMs, chunk 64") and said[-1] in page
+    assert said[-2].split()[2:4] == ["10", "16"] and said[-2] in page
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Every `hybrid-ep` command line of the README and the docs is one that the command's own parsers take; none is run.
+"""Every `hybrid-ep` command line of the README and the docs is one that the command's own parsers take. Dry runs of
+`launch` are run too, for recipes refuse what parsers take; no other is.
 
 Code (shell fences, indented blocks) must be complete: launchers, prompts, comments, continuations and pipes around it
 are understood, `...` and `..` leave out what is required, and an UPPER word stands for any value. A `hybrid-ep ...` in
@@ -19,6 +20,7 @@ from docs_pages import PAGES, ROOT, code_and_prose
 
 from hybrid_ep import cli
 from hybrid_ep.cli.parser import Parser
+from recipes import launch_command
 
 INLINE = re.compile(r"`(hybrid-ep\s(?:[^`\n]|\n(?!\n))+)`")
 SEPARATOR = re.compile(r"[|;&]+|\d?[<>].*")
@@ -137,6 +139,23 @@ def test_documented_command(found):
 
 def test_most_pages_have_some():
     assert len(FOUND) > 30
+
+
+DRY_RUNS = {  # pages of results are records of their day, refusals among them
+    tuple(sorted(p.values[0].words)): p
+    for p in FOUND
+    if {"launch", "--dry-run"} <= {*p.values[0].words} and not str(p.id).startswith("docs/results/")
+}
+
+
+@pytest.mark.parametrize("found", DRY_RUNS.values())
+def test_a_dry_run_of_launch_is_a_script(found, capsys):
+    assert launch_command.main(found.words[1:]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+
+
+def test_dry_runs_of_three_pages_are_among_them():
+    assert len({str(p.id).split(":")[0] for p in DRY_RUNS.values()}) > 2
 
 
 SAMPLE = """
