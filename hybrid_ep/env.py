@@ -38,6 +38,18 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return parse
 
 
+def _executor(text: str) -> str:
+    """Those of the GPU by name: their library adds them only when it is loaded."""
+    if text not in CUDA_EXECUTORS:
+        try:
+            from hybrid_ep import _core
+        except ImportError:  # said where it is needed, with its remedy
+            return text
+        if text not in _core.executors():
+            raise ValueError
+    return text
+
+
 def _seconds(text: str) -> float:
     if not 0 < (value := float(text)) <= MOST_SECONDS:
         raise ValueError
@@ -50,6 +62,7 @@ MOST_BLOCKS = 1024  # of an operation: several times the SMs of any GPU, and wha
 MOST_SECONDS = 1e9  # of a deadline: 30 years, which still fit the nanoseconds that kernels count in
 _MOST_RANKS, MOST_MIB, _MOST_SEED = 1 << 20, 1 << 24, (1 << 63) - 1
 LANDINGS = ("first", "all")
+CUDA_EXECUTORS = ("cuda", "cuda_loopback", "cuda_nvshmem")
 
 
 TABLE = {
@@ -78,11 +91,11 @@ TABLE = {
         ),
         Variable(
             "HYBRID_EP_EXECUTOR",
-            str,
+            _executor,
             "name of an executor",
             None,
-            "Which machine runs the pipeline; hybrid_ep._core.executors() lists them. Default: cuda for a group that "
-            "nccl serves, host for others.",
+            "Which machine runs the pipeline: host, cuda, or another of hybrid_ep._core.executors(). Default: cuda for "
+            "a group that nccl serves, host for others.",
         ),
         Variable(
             "HYBRID_EP_NUM_BLOCKS",
@@ -187,11 +200,15 @@ def parse(name: str, text: str) -> Any:
         ) from None
 
 
-def check() -> None:
+def check(files: bool = True) -> None:
     """ValueError for the first malformed variable, whether it is needed later or not: a rank that finds one in the
-    middle of a collective set-up would let the others wait."""
+    middle of a collective set-up would let the others wait. files: also for a file that a variable names in vain."""
     for name in TABLE:
         get(name)
+    if files and (file := get("HYBRID_EP_TUNING")):
+        from hybrid_ep import tuning
+
+        tuning.load(file, "")
 
 
 def table() -> str:

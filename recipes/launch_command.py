@@ -279,7 +279,7 @@ def _start(plan: _Plan, args: argparse.Namespace, name: str) -> int:
         print(plan.script, end="")
         return 0
     if not args.no_submit:
-        env.check()  # the job has this environment too
+        env.check(files=not args.container)  # the job has this environment too, a container files of its own
     if plan.config is not None:
         path = RunFolder.create(plan.config, name).path
     else:
@@ -298,7 +298,7 @@ def _resume(args: argparse.Namespace) -> int:
     path = RunFolder.path_of(args.runs_dir, args.resume)
     for script in (path / "job.sbatch", path / "job.sh"):
         if script.is_file():
-            env.check()
+            env.check(files=script.name == "job.sh")  # a job's container may have files of its own
             if script.name == "job.sh" and (path / "config.yaml").is_file():
                 text_files.read(RunFolder(path).read_config().data)
             return run_script(script)

@@ -279,7 +279,7 @@ def parse(
     landing: Any = None,
 ) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
-    env.check()
+    env.check(files=False)  # an argument may name another tuning file
     hidden_dim = validation.hidden_dim(hidden_dim)
     if overflow not in OVERFLOW_POLICIES:
         raise ValueError(f"overflow={overflow!r} must be one of {OVERFLOW_POLICIES}")

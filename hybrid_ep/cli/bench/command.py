@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             "measured; give one of them, hybrid_ep-latency is the path's name there")  # fmt: skip
     presets.apply_to_ranks(args)
     refuse_plot_of_a_point(args)
-    check_environment(with_tuning=True)
+    check_environment(args.backend, with_tuning=True)
     if launch.is_rank():
         return _run_rank(args)
     ranks = flags.DEFAULT_RANKS if args.ranks is None else args.ranks

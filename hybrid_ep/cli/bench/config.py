@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from hybrid_ep import env, tuning
+from hybrid_ep import env
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.bench import routing_spec, rows
 from hybrid_ep.cli.bench.routing_spec import RoutingSpec
@@ -119,15 +119,19 @@ def make_config(args: argparse.Namespace, num_ranks: int) -> Config:
     )
 
 
-def check_environment(with_tuning: bool = False) -> None:
+def check_environment(backend: str, with_tuning: bool = False) -> None:
     """UsageError for what a buffer would refuse in every rank: a malformed variable, and with_tuning a file that
-    HYBRID_EP_TUNING names in vain."""
+    HYBRID_EP_TUNING names in vain; and for an executor that is not the backend, which is what would run."""
     try:
-        env.check()
-        if with_tuning and (file := env.get("HYBRID_EP_TUNING")):
-            tuning.load(file, "")
+        env.check(files=with_tuning)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    executor = env.get("HYBRID_EP_EXECUTOR")
+    require(
+        executor in (None, backend),
+        f"--backend {backend} with HYBRID_EP_EXECUTOR={executor}: --backend says what is measured; unset the variable"
+        + (f", or give --backend {executor}" if executor in BACKENDS else ""),
+    )
 
 
 def _check_rows(args: argparse.Namespace) -> None:

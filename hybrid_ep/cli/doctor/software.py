@@ -42,6 +42,12 @@ def environment() -> Found:
         except ValueError as error:
             bad = True
             yield FAIL, str(error), f"unset {name} or give it a value of that type"
+    if not bad:
+        try:
+            env.check()
+        except ValueError as error:
+            bad = True
+            yield FAIL, str(error), "unset HYBRID_EP_TUNING or give it a file of `hybrid-ep tune`"
     strange = env.unknown()
     for name, meant in strange.items():
         remedy = f"write {meant}, or unset it" if meant else "unset it; python -m hybrid_ep.env prints those there are"

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.backend == "sim":
         return _predict(args)
     refuse_simulated(args)
-    check_environment()
+    check_environment(args.backend)
     if launch.is_rank():
         return _run_rank(args)
     ranks = _RANKS if args.ranks is None else args.ranks

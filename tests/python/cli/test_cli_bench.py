@@ -273,6 +273,25 @@ def test_a_malformed_variable_is_refused_before_ranks_start(command, capsys, mon
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["bench", "tune"])
+@pytest.mark.parametrize(
+    "executor, said",
+    [
+        ("abacus", "environment variable HYBRID_EP_EXECUTOR='abacus' is not a valid name of an executor"),
+        ("host_checked", "--backend host with HYBRID_EP_EXECUTOR=host_checked: --backend says what is measured; unset"),
+        ("cuda", "--backend host with HYBRID_EP_EXECUTOR=cuda: --backend says what is measured; unset the variable, or "
+         "give --backend cuda"),
+    ],
+)  # fmt: skip
+def test_an_executor_that_would_not_run_is_refused_before_ranks_start(command, executor, said, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were launched"))
+    monkeypatch.setenv("HYBRID_EP_EXECUTOR", executor)
+    assert main([command]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f"hybrid-ep {command}: {said}") and error.count("\n") == 1
+
+
 def test_a_tuning_file_that_is_none_is_refused_before_ranks_start(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were launched"))

@@ -144,12 +144,26 @@ def test_what_ranks_would_trip_over_is_refused_before_there_is_a_folder(tmp_path
     assert capsys.readouterr().err == (
         "hybrid-ep launch: data.source='/nosuch': no such folder; name one, or python_stdlib\n"
     )
-    monkeypatch.setenv("HYBRID_EP_TIMEOUT_S", "abc")
-    for command in (main, pretrain.main):
-        assert command([SMALL, "--name", "n", "--runs-dir", str(tmp_path)]) == 2
-        said = capsys.readouterr().err
-        assert "environment variable HYBRID_EP_TIMEOUT_S='abc'" in said and said.count("\n") == 1
+    for name, value, words in (
+        ("HYBRID_EP_TIMEOUT_S", "abc", "environment variable HYBRID_EP_TIMEOUT_S='abc'"),
+        ("HYBRID_EP_EXECUTOR", "abacus", "environment variable HYBRID_EP_EXECUTOR='abacus'"),
+        ("HYBRID_EP_TUNING", "/nosuch.json", "tuning='/nosuch.json' cannot be read"),
+    ):
+        monkeypatch.setenv(name, value)
+        for command in (main, pretrain.main):
+            assert command([SMALL, "--name", "n", "--runs-dir", str(tmp_path)]) == 2
+            said = capsys.readouterr().err
+            assert words in said and said.count("\n") == 1
+        monkeypatch.delenv(name)
     assert [path.name for path in tmp_path.iterdir()] == ["later"]
+
+
+@pytest.mark.parametrize("where, code", [(["--slurm"], 2), (["--slurm", "--container", "image"], 0)])
+def test_a_tuning_file_is_looked_for_here_unless_the_job_has_a_container(
+    where, code, tmp_path, monkeypatch, programs, capsys
+):
+    monkeypatch.setenv("HYBRID_EP_TUNING", "/in/the/image.json")
+    assert main([SMALL, "--name", "n", "--runs-dir", str(tmp_path / "runs"), *where]) == code, capsys.readouterr().err
 
 
 def test_every_recipe_is_listed_with_where_it_runs(capsys):
