@@ -150,6 +150,8 @@ def run_report(args: argparse.Namespace) -> int:
             raise ValueError("--layout tensorrt has nothing but its table: leave the other output flags out")
         if assumed:
             print(f"hybrid-ep: {outputs.count(ranks, 'rank')}: {assumed}", file=sys.stderr)
+        if args.plan:  # the table is TensorRT-LLM's, word for word
+            print(f"hybrid-ep: projected onto the placement of {args.plan}", file=sys.stderr)
         print(report.tensorrt_table(rows, ranks))
         return EXIT_OK
     sent = _sources(args, None if assumed == _ONE_EACH else ranks) if args.sources else None
@@ -165,6 +167,7 @@ def run_report(args: argparse.Namespace) -> int:
             )
         )
         + (f" ({assumed})" if assumed else "")
+        + (f", projected onto the placement of {args.plan}" if args.plan else "")
         + "; ratios are (max - mean) / mean, averaged over iterations"
     )
     print(report.table(rows))
@@ -262,7 +265,7 @@ def run_plan(args: argparse.Namespace) -> int:
     print(
         f"{args.out}: {len(load)} layers, {args.num_slots} slots on {args.ep} ranks; imbalance by rank on "
         f"these loads {plan.imbalance().mean():.4f} (max {plan.imbalance().max():.4f}, bound 0); by slot at least "
-        f"{slots:.3f} in the worst layer; slots changed: {int(plan.moved.sum())}"
+        f"{slots:.3f} in the worst layer" + (f"; slots changed: {int(plan.moved.sum())}" if args.current else "")
     )
     if current is not None:
         reasons = ", ".join(f"{name} {n}" for name, n in sorted(Counter(plan.stopped).items()))

@@ -256,6 +256,7 @@ def test_plan_command_and_projection(stats, tmp_path, capsys):
     )
     import yaml
 
+    assert "slots changed" not in capsys.readouterr().out, "nothing was in force"
     content = yaml.safe_load(plan.read_text())
     assert content["num_slots"] == 20 and content["layer_updates_per_iter"] == 2
     assert sorted(content["initial_global_assignments"]) == [3, 4, 5, 6]
@@ -266,7 +267,10 @@ def test_plan_command_and_projection(stats, tmp_path, capsys):
     assert after < before / 4
     capsys.readouterr()
     assert main(["balance", "report", str(source), "--ep", "4", "--plan", str(plan)]) == 0
-    assert f"{after:.3f}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{after:.3f}" in said and f", projected onto the placement of {plan}; ratios" in said.splitlines()[0]
+    assert main(["balance", "report", str(source), "--ep", "4", "--plan", str(plan), "--layout", "tensorrt"]) == 0
+    assert f"projected onto the placement of {plan}" in capsys.readouterr().err
     again = tmp_path / "again.yaml"
     assert (
         main(
