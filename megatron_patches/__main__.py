@@ -30,24 +30,42 @@ def usage() -> str:
     return f"{USAGE}\n\n{flags.add_arguments(parser).format_help().strip()}"
 
 
+def _show(text: str) -> int:
+    """0, or 141 when the reader of a pipe has gone, `| head -1` say, of which Python would print a traceback."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+def _refuse(why: str) -> int:
+    print(f"megatron_patches: {why}", file=sys.stderr)
+    return 2
+
+
 def main(argv: list[str]) -> int:
     """Apply the patch, then run the script. Returns only after it has ended; 2 for a usage error."""
     hook = "token_dispatcher"
     if argv[:1] == ["--status"]:
-        print(megatron_patches.status())
-        return 0
+        return _show(str(megatron_patches.status()))
     if argv[:1] in (["--hook"], ["--seam"]) and len(argv) > 1:
-        hook, argv = hooks.renamed(argv[1]), argv[2:]
-    if not argv or argv[0].startswith("-") or hook not in hooks.HOOKS:
-        if argv[:1] in (["-h"], ["--help"]):
-            print(usage())
-            return 0
+        hook = hooks.renamed(argv[1])
+        if hook not in hooks.HOOKS:
+            return _refuse(f"{argv[0]} {argv[1]}: no such hook; choose one of {', '.join(hooks.HOOKS)}")
+        argv = argv[2:]
+    if argv[:1] in (["-h"], ["--help"]):
+        return _show(usage())
+    if argv and argv[0].startswith("-"):
+        known = "--hook NAME, --status or --help"
+        return _refuse(f"{argv[0]}: not known before the script; give {known}, or SCRIPT and its flags behind it")
+    if not argv:
         print(USAGE, file=sys.stderr)
         return 2
     script = argv[0]
     if not os.path.isfile(script):
-        print(f"megatron_patches: no such script: {script}", file=sys.stderr)
-        return 2
+        return _refuse(f"no such script: {script}")
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     sys.argv = argv
     megatron_patches.apply(hook, command_line=hook == "token_dispatcher")

@@ -131,6 +131,10 @@ class Exchange:
             )
         if self.recompute not in RECOMPUTE_MODES:
             raise ValueError(f"recompute is {self.recompute!r}: choose one of {', '.join(RECOMPUTE_MODES)}")
+        if self.tuning:
+            from hybrid_ep import tuning
+
+            tuning.load(self.tuning, "")  # ValueError: before there is a layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,6 +379,12 @@ class Settings:
                 f"unknown settings {', '.join(sorted(unknown))}: give some of "
                 f"{', '.join(made.name for made in OPTIONS)}"
             )
+        mode = parts["balance"].mode
+        for field, made in _options_of(Balance):
+            idle = made.name in given and made.modes is not None and mode not in made.modes
+            if idle and getattr(parts["balance"], field) != getattr(Balance, field):
+                modes = " or ".join(f"balance={one!r}" for one in made.modes or ())
+                raise ValueError(f"{made.name}={given[made.name]!r} with balance={mode!r} does nothing: give {modes}")
         return cls(enabled, **parts)
 
     def flat(self) -> dict[str, Any]:

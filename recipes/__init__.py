@@ -31,6 +31,8 @@ CLUSTER_RECIPES: dict[str, Callable[[str], ClusterRun]] = {
 
 def get_recipe(name: str) -> RunConfig:
     """The configuration of recipe `name`; ValueError lists the known names."""
+    if name in CLUSTER_RECIPES:
+        raise ValueError(f"recipe={name!r}: runs on GPUs, by hybrid-ep launch {name} --dry-run; {name}_proxy runs here")
     if name not in RECIPES:
         raise ValueError(f"recipe={name!r}: unknown; choose one of {', '.join(RECIPES)}")
     return RECIPES[name]()

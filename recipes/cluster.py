@@ -240,8 +240,9 @@ class ClusterRun:
             "sharding": "distributed_optimizer",
             "moments": "fp32",
         }
-        changes = [f"{name}={value}" for name, value in wanted.items() if getattr(self, name) != value]
-        _require(self.balance == "off" or not changes, "balance", self.balance, f"needs {', '.join(changes)}")
+        changes = [f"{name}={str(value).lower()}" for name, value in wanted.items() if getattr(self, name) != value]
+        remedy = " ".join(f"--set {change}" for change in changes)
+        _require(self.balance == "off" or not changes, "balance", self.balance, f"needs {remedy}")
         _require(
             self.static_rows == "none" or self.clones > 0,
             "static_rows",

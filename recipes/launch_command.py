@@ -200,9 +200,13 @@ def resolve_small(args: argparse.Namespace, changes: dict[str, Any]) -> tuple[Ru
 
 def resolve_cluster(args: argparse.Namespace, changes: dict[str, Any]) -> ClusterRun:
     """A GPU recipe with its changes, checked to fit."""
-    if args.nodes is not None:
-        changes = {"num_hosts": args.nodes, **changes}
-    return CLUSTER_RECIPES[args.recipe](args.cluster or next(iter(HARDWARE))).derive(**changes)
+    recipe = CLUSTER_RECIPES[args.recipe](args.cluster or next(iter(HARDWARE)))
+    if args.nodes is None:
+        return recipe.derive(**changes)
+    try:
+        return recipe.derive(**{"num_hosts": args.nodes, **changes})
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"num_hosts={args.nodes}:", f"--nodes {args.nodes}:")) from None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from hybrid_ep import env
 from hybrid_ep.cli import names
+from hybrid_ep.cli.parser import Parser
+from megatron_patches.settings import OPTIONS
 
 from . import RECIPES, get_recipe, text_files
 from .__main__ import list_recipes
@@ -32,7 +34,7 @@ _DEPENDENCIES = ("yaml", "numpy", "torch", "megatron", "megatron.core", "triton"
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without a configuration."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.pretrain", description=__doc__.splitlines()[0])
+    parser = Parser(prog=f"python -m {__package__}.pretrain", description=__doc__.splitlines()[0])
     parser.add_argument("recipe", nargs="?", help=f"one of {', '.join(RECIPES)}; optional with --resume")
     parser.add_argument("--list", action="store_true", help="list the recipes and leave")
     parser.add_argument("--name", help="name of the run folder (default: recipe and time)")
@@ -93,7 +95,13 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
     if args.ranks_per_node is not None:
         ranks["ranks_per_node"] = args.ranks_per_node
     if ranks:
-        config = config.derive(parallel=ranks)
+        try:
+            config = config.derive(parallel=ranks)
+        except ValueError as error:
+            flags = {"--ranks": args.ranks, "--ranks-per-node": args.ranks_per_node}
+            typed = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
+            more = "" if args.ranks_per_node is not None else "; --ranks-per-node changes the ranks of a node"
+            raise ValueError(f"{typed}: {error}{more}") from None
     chosen = {
         "balance": args.balance,
         "spare_slots": args.spare_slots,
@@ -104,6 +112,11 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
     }
     if any(value is not None for value in chosen.values()):
         config = config.derive(parallel={name: value for name, value in chosen.items() if value is not None})
+    for option in OPTIONS:
+        value = chosen.get(option.name)
+        if value is not None and option.modes is not None and config.parallel.balance not in option.modes:
+            flag = f"--{option.name.replace('_', '-')} {value}"
+            raise ValueError(f"{flag}: needs --balance {' or '.join(option.modes)}, not {config.parallel.balance}")
     if args.forced_bias is not None:
         config = config.derive(model={"forced_bias": args.forced_bias})
     if args.steps is not None:
@@ -115,6 +128,10 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
         config = config.derive(logging={"profile_step": args.profile_step})
     if args.stop_after is not None and args.stop_after < 1:
         raise ValueError(f"stop_after={args.stop_after}: must be 1 or more")
+    if args.stop_after is not None and args.stop_after > config.schedule.train_steps:
+        raise ValueError(
+            f"stop_after={args.stop_after}: the run has {config.schedule.train_steps} steps; give fewer, or --steps N"
+        )
     return config, folder
 
 
@@ -135,18 +152,16 @@ def prepare_process(config: RunConfig) -> None:
     from megatron_patches import cpu
 
     cpu.install()
-    if config.parallel.dispatcher == "hybrid_ep":
+    parallel = config.parallel
+    if parallel.dispatcher == "hybrid_ep":
+        of_the_mode = [option.name for option in OPTIONS if parallel.balance in (option.modes or ())]
         megatron_patches.apply(
-            ranks_per_node=config.parallel.ranks_per_node,
+            ranks_per_node=parallel.ranks_per_node,
             timeout_s=config.runtime.timeout_s,
-            dispatch_dtype=config.parallel.dispatch_dtype,
-            balance=config.parallel.balance,
-            spare_slots=config.parallel.spare_slots,
-            balance_clones=config.parallel.balance_clones,
-            balance_push=config.parallel.balance_push,
-            balance_interval=config.parallel.balance_interval,
-            layer_updates_per_iter=config.parallel.layer_updates_per_iter,
-            grouped_gemm=config.parallel.grouped_gemm,
+            dispatch_dtype=parallel.dispatch_dtype,
+            balance=parallel.balance,
+            grouped_gemm=parallel.grouped_gemm,
+            **{name: getattr(parallel, name) for name in of_the_mode if hasattr(parallel, name)},
         )
 
 

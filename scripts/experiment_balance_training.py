@@ -44,7 +44,7 @@ def train(ranks, mode, args, folder):
         mode,
         *(["--grouped-gemm"] if args.grouped_gemm else []),
         *(["--ranks-per-node", str(args.ranks_per_node)] if args.ranks_per_node else []),
-        *(["--balance-push", args.balance_push] if args.balance_push else []),
+        *(["--balance-push", args.balance_push] if args.balance_push and mode != "off" else []),
         "--name",
         name,
         "--runs-dir",

@@ -344,7 +344,10 @@ def machine(executor: Any) -> tuple[str, torch.device]:
         except RuntimeError as error:
             raise ValueError(f"executor={executor!r} cannot be used here: {error} {_ASKED}") from error
     if executor not in _core.executors():
-        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
+        raise ValueError(
+            f"executor={executor!r} must be one of {list(_core.executors())}, on a machine with a GPU also 'cuda' "
+            f"{_ASKED}"
+        )
     return executor, device
 
 

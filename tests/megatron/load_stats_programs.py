@@ -56,7 +56,8 @@ def collect(path, wanted, balance="off", recompute=False, die_in=None, environme
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
     model_parallel_cuda_manual_seed(1)
     statistics = {"load_stats": path, "load_stats_range": wanted} if wanted else {}
-    megatron_patches.apply(ranks_per_node=1, balance=balance, balance_clones="anywhere", **statistics)
+    reach = {"balance_clones": "anywhere"} if balance == "exact" else {}
+    megatron_patches.apply(ranks_per_node=1, balance=balance, **reach, **statistics)
     model, layers = _model(ep, balance, recompute)
     seen = {}
     _count_from_outside(layers, recompute, seen)

@@ -5,13 +5,16 @@ import argparse
 import contextlib
 import importlib
 import io
+import json
 import sys
+import tempfile
 import types
 import warnings
 
 import pytest
 
 import megatron_patches
+from hybrid_ep import tuning
 from megatron_patches import cpu, flags, hooks, parts, settings
 
 ARGUMENTS = "megatron.training.arguments"
@@ -194,6 +197,9 @@ def parsed_flags():
         parser.add_argument("--own", type=int, default=0)
         return parser
 
+    tuned = tempfile.NamedTemporaryFile("w", suffix=".json")  # noqa: SIM115 - gone with this process
+    json.dump({"schema": tuning.SCHEMA, "entries": []}, tuned)
+    tuned.flush()
     full = [
         "--hybrid-ep",
         "--hybrid-ep-ranks-per-node",
@@ -205,13 +211,13 @@ def parsed_flags():
         "--hybrid-ep-dispatch-dtype",
         "mxfp8",
         "--hybrid-ep-tuning",
-        "t.json",
+        tuned.name,
     ]
     args = module.parse_args(provider, argv=FLEX + full + ["--own", "3"])
     assert (args.own, args.hybrid_ep, args.hybrid_ep_ranks_per_node) == (3, True, 4)
     assert (args.hybrid_ep_num_sms, args.hybrid_ep_timeout) == (24, 7.5)
     assert settings.current() == settings.Settings.of(
-        ranks_per_node=4, num_sms=24, timeout_s=7.5, dispatch_dtype="mxfp8", tuning="t.json"
+        ranks_per_node=4, num_sms=24, timeout_s=7.5, dispatch_dtype="mxfp8", tuning=tuned.name
     )
     args = module.parse_args(provider, ignore_unknown_args=True, argv=["--unknown"])
     assert not args.hybrid_ep and settings.current() == settings.DISABLED

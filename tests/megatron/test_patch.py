@@ -11,6 +11,8 @@ import parity_world
 import pytest
 from test_dispatcher import Program
 
+from megatron_patches.__main__ import main
+
 HERE = Path(__file__).resolve().parent
 MEGATRON_MINOR = int(importlib.metadata.version("megatron-core").split(".")[1])
 
@@ -106,6 +108,30 @@ def test_launcher_usage():
     assert launch("--help").returncode == 0
     absent = launch("no_such_script.py")
     assert absent.returncode == 2 and "no such script" in absent.stderr
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--hook", "s9", "x.py"], "--hook s9: no such hook; choose one of token_dispatcher, deep_ep"),
+        (["--stat"], "--stat: not known before the script; give --hook NAME, --status or --help, or SCRIPT"),
+        (["--hook"], "--hook: not known before the script; give --hook NAME"),
+    ],
+)
+def test_what_the_launcher_does_not_know_is_named(words, said, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"megatron_patches: {said}") and error.count("\n") == 1
+
+
+def test_a_help_whose_reader_has_gone_ends_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    command = [sys.executable, "-m", "megatron_patches", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, timeout=100)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.skipif(MEGATRON_MINOR < 17, reason="the megatron-core 0.16 wheel has no megatron.training")

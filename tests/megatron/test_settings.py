@@ -45,6 +45,21 @@ def test_the_arena_s_size_reaches_the_buffer(mib):
         settings.Settings.of(arena_mib=-1)
 
 
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"spare_slots": 4}, "spare_slots=4 with balance='off' does nothing: give balance='exact' or balance='both'"),
+        ({"balance": "exact", "balance_interval": 5}, "balance_interval=5 with balance='exact' does nothing: give bal"),
+        ({"balance": "slow", "balance_clones": "node"}, "balance_clones='node' with balance='slow' does nothing"),
+        ({"tuning": "/nosuch.json"}, "tuning='/nosuch.json' cannot be read"),
+    ],
+)
+def test_a_keyword_that_nothing_would_read_is_refused(given, text):
+    with pytest.raises(ValueError, match=text):
+        settings.Settings.of(**given)
+    assert settings.Settings.of(balance="off", spare_slots=1) == settings.Settings(), "its default says nothing"
+
+
 def test_an_unknown_keyword_is_named_with_those_there_are():
     with pytest.raises(TypeError, match="unknown settings balanse: give some of ranks_per_node, .*balance"):
         settings.Settings.of(balanse="exact")

@@ -152,7 +152,7 @@ BAD_CONSTRUCTORS = {
     "capacity_factor": ({"capacity_factor": 0}, ["capacity_factor=0", "positive"]),
     "overflow": ({"overflow": "ignore"}, ["overflow='ignore'", "raise", "drop"]),
     "timeout_s": ({"timeout_s": -5}, ["timeout_s=-5", "positive"]),
-    "executor": ({"executor": "gpu"}, ["executor='gpu'", "host"]),
+    "executor": ({"executor": "gpu"}, ["executor='gpu'", "host", "on a machine with a GPU also 'cuda'"]),
 }
 
 

@@ -237,8 +237,13 @@ def test_a_device_is_whole_words_of_a_name():
         ({"tuning": "t.json", "num_sms": 4}, None, 16, 4),
     ],
 )
-def test_megatron_s_default_number_of_sms_does_not_hide_the_file(monkeypatch, wanted, environment, megatron, sms):
+def test_megatron_s_default_number_of_sms_does_not_hide_the_file(
+    monkeypatch, tmp_path, wanted, environment, megatron, sms
+):
     from megatron_patches import buffers, settings
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.json").write_text(json.dumps({"schema": tuning.SCHEMA, "entries": []}))
 
     if environment:
         monkeypatch.setenv("HYBRID_EP_TUNING", environment)

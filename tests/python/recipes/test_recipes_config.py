@@ -102,6 +102,17 @@ def test_short_runs_shorten_the_warm_up(tmp_path):
     ("arguments", "message"),
     [
         (["huge_gpu"], "recipe='huge_gpu': unknown; choose one of tiny_cpu"),
+        (["deepseek_v3"], "'deepseek_v3': runs on GPUs, by hybrid-ep launch deepseek_v3 --dry-run; deepseek_v3_proxy"),
+        (
+            ["tiny_cpu", "--ranks", "3"],
+            "--ranks 3: parallel.ranks_per_node=2: must divide expert_parallel_size=3; --ra",
+        ),
+        (["tiny_cpu", "--spare-slots", "2"], "--spare-slots 2: needs --balance exact or both, not off"),
+        (
+            ["tiny_cpu", "--balance", "exact", "--balance-interval", "9"],
+            "--balance-interval 9: needs --balance slow or both, not exact",
+        ),
+        (["tiny_cpu_smoke", "--stop-after", "100"], "stop_after=100: the run has 6 steps; give fewer, or --steps N"),
         (["tiny_cpu", "--steps", "0"], "schedule.train_steps=0"),
         (["tiny_cpu", "--steps", "9", "--stop-after", "0"], "stop_after=0"),
         (["tiny_cpu", "--steps", "9", "--profile-step", "10"], "logging.profile_step=10"),
@@ -113,6 +124,13 @@ def test_bad_command_lines_exit_2(arguments, message, tmp_path, capsys):
     assert main([*arguments, "--runs-dir", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir()), "a refused command must leave nothing behind"
+
+
+def test_a_wrong_choice_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["tiny_cpu", "--balance", "exakt"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "argument --balance: invalid choice: 'exakt'" in said and said.count("\n") == 1
 
 
 def test_a_resumed_run_profiles_a_step_that_is_still_to_come(tmp_path):

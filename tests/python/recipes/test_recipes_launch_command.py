@@ -110,6 +110,7 @@ def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
         (["qwen3_30b_a3b", "--set", "expert"], "KEY=VALUE"),
         (["qwen3_30b_a3b", "--set", "expert=[1"], "YAML"),
         (["mixtral_8x7b", "--nodes", "3"], "expert=8"),
+        (["deepseek_v3", "--nodes", "63"], "--nodes 63: gives 504 GPUs, which tensor x pipeline = 32 must divide"),
         ([SMALL, "--nodes", "4"], "add --slurm"),
         (["qwen3_30b_a3b"], "add --slurm"),
         (["qwen3_30b_a3b", "--dry-run"], "add --slurm"),
@@ -159,11 +160,10 @@ def test_what_ranks_would_trip_over_is_refused_before_there_is_a_folder(tmp_path
 
 
 @pytest.mark.parametrize("where, code", [(["--slurm"], 2), (["--slurm", "--container", "image"], 0)])
-def test_a_tuning_file_is_looked_for_here_unless_the_job_has_a_container(
-    where, code, tmp_path, monkeypatch, programs, capsys
-):
+@pytest.mark.usefixtures("programs")
+def test_a_tuning_file_is_looked_for_here_unless_the_job_has_a_container(where, code, tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRID_EP_TUNING", "/in/the/image.json")
-    assert main([SMALL, "--name", "n", "--runs-dir", str(tmp_path / "runs"), *where]) == code, capsys.readouterr().err
+    assert main([SMALL, "--name", "n", "--runs-dir", str(tmp_path / "runs"), *where]) == code
 
 
 def test_every_recipe_is_listed_with_where_it_runs(capsys):
