@@ -381,7 +381,8 @@ class ElasticBuffer(OverHybrid):
         return out, returned, done
 
     # ---- what is not there
-    def _not_served(self, *_: Any, **__: Any) -> NoReturn:
+    @staticmethod  # deep_ep's size hints are asked of the class, before there is a buffer
+    def _not_served(*_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
             "of deep_ep.ElasticBuffer dispatch and combine are served; not Engram, pipeline send and receive, "
             "nor all-gather sessions"
@@ -390,6 +391,8 @@ class ElasticBuffer(OverHybrid):
     engram_write = engram_fetch = pp_set_config = pp_send = pp_recv = _not_served
     create_agrs_session = destroy_agrs_session = agrs_new_session = agrs_set_config = _not_served
     agrs_get_inplace_tensor = all_gather = _not_served
+    get_engram_storage_size_hint = get_pp_buffer_size_hint = _not_served
+    get_agrs_num_max_session_bytes = get_agrs_buffer_size_hint = _not_served
 
     # ---- how they work
     def _most_tokens(self, given: int | None, x: torch.Tensor) -> int:

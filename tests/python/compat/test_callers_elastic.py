@@ -328,6 +328,21 @@ def test_what_is_not_served_says_what_to_use():
     assert world.run(work) == [True, True]
 
 
+NOT_SERVED = (
+    "engram_write", "engram_fetch", "get_engram_storage_size_hint",
+    "pp_set_config", "pp_send", "pp_recv", "get_pp_buffer_size_hint",
+    "create_agrs_session", "destroy_agrs_session", "agrs_new_session", "agrs_set_config", "agrs_get_inplace_tensor",
+    "all_gather", "get_agrs_num_max_session_bytes", "get_agrs_buffer_size_hint",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_what_is_not_served_needs_no_buffer_to_say_so(name):
+    """Callers ask for sizes of the class, to construct a buffer from them."""
+    with pytest.raises(NotImplementedError, match="dispatch and combine are served; not Engram"):
+        getattr(ElasticBuffer, name)(1, dtype=torch.bfloat16)
+
+
 def test_size_hints_grow_with_what_they_are_for():
     world = VirtualWorld(1, 2)
     hint = ElasticBuffer.get_buffer_size_hint
