@@ -44,7 +44,8 @@ SERVED: dict[str, dict[str, str]] = {
     "deep_ep.utils": {"EventHandle": _EVENTS, "EventOverlap": _EVENTS},
     "deep_ep.utils.event": {"EventHandle": _EVENTS, "EventOverlap": _EVENTS},
     "deep_ep.hybrid_ep_buffer": {"HybridEPBuffer": _HYBRID, "indices_to_map": _HYBRID},
-    # The compiled halves of deep_ep, from which some callers import directly.
+    # The compiled halves of deep_ep, from which some callers import directly; _C is V2's.
+    "deep_ep._C": {"Config": _EVENTS, "EventHandle": _EVENTS, "topk_idx_t": _EVENTS},
     "deep_ep_cpp": {"Config": _EVENTS, "EventHandle": _EVENTS, "topk_idx_t": _EVENTS},
     "hybrid_ep_cpp": {"HybridEpConfigInstance": _CONFIG, "UINT8": _CONFIG, "UINT16": _CONFIG},
 }

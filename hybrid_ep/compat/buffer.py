@@ -39,8 +39,8 @@ class Buffer(OverHybrid):
     num_nvl_bytes and num_rdma_bytes are kept as attributes and have no effect, nor have low_latency_mode (but the
     low-latency verbs raise NotImplementedError), num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
     use_fabric and explicitly_destroy: registered memory is sized by the calls and grows with them, and destroy() may be
-    called in any case. NotImplementedError for allow_nvlink_for_normal_mode=False and for comm (MPI). As everywhere,
-    HYBRID_EP_RANKS_PER_NODE says where nodes end when it is not by host.
+    called in any case. NotImplementedError for allow_nvlink_for_normal_mode=False, for comm (MPI) and for V2's
+    enable_shrink=True. As everywhere, HYBRID_EP_RANKS_PER_NODE says where nodes end when it is not by host.
 
     async_finish works as in HybridEPBuffer, except that dispatch waits on the host for the counts, which it returns as
     a list. allocate_on_comm_stream has no effect on results and none on memory."""
@@ -61,6 +61,8 @@ class Buffer(OverHybrid):
         use_fabric: bool = False,
         explicitly_destroy: bool = False,
         comm: Any = None,
+        *,
+        enable_shrink: bool = False,
     ):
         if comm is not None or group is None:
             raise NotImplementedError("Buffer(comm=...) builds on MPI; give a torch.distributed group instead")
@@ -69,6 +71,11 @@ class Buffer(OverHybrid):
                 "allow_nvlink_for_normal_mode=False: tokens between ranks of a node always go "
                 "through their shared memory; leave it True"
             )
+        if enable_shrink:
+            raise NotImplementedError(
+                f"enable_shrink={enable_shrink!r}: the low-latency calls, whose ranks it masks, are not served; "
+                "leave it False"
+            )
         validation.integer("num_nvl_bytes", num_nvl_bytes, 0)
         validation.integer("num_rdma_bytes", num_rdma_bytes, 0)
         self._hybrid = hybrid.HybridEPBuffer(group, _FIRST_HIDDEN, 1, 1)
@@ -76,6 +83,7 @@ class Buffer(OverHybrid):
         self.group, self.rank, self.group_size = group, self._hybrid.rank, self._hybrid.group_size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = False
         self.disable_nvlink_for_normal_mode = False
 
     # ---- what is asked of the class
@@ -278,6 +286,7 @@ class Buffer(OverHybrid):
 
     low_latency_dispatch = low_latency_combine = clean_low_latency_buffer = _low_latency
     get_next_low_latency_combine_buffer = low_latency_update_mask_buffer = low_latency_query_mask_buffer = _low_latency
+    low_latency_clean_mask_buffer = _low_latency
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("registered memory is not handed out; results are tensors of their own")

@@ -248,6 +248,7 @@ BAD = {
     "config": (lambda b, x: b.dispatch(x, topk_idx=IDX, config=3, **_layout(b, IDX)), ValueError, "deep_ep.Config"),
     "low latency": (lambda b, x: b.low_latency_dispatch(x, IDX, 4, 4), NotImplementedError, "non_blocking=True"),
     "its sibling": (lambda b, x: b.low_latency_combine(x, IDX, x, ()), NotImplementedError, "low-latency"),
+    "its masks": (lambda b, x: b.low_latency_clean_mask_buffer(), NotImplementedError, "low-latency"),
     "registered memory": (lambda b, x: b.get_local_buffer_tensor(x.dtype), NotImplementedError, "not handed out"),
     "streams": (lambda b, x: b.get_comm_stream(), RuntimeError, "CPU"),
     "num_sms": (lambda b, x: Buffer.set_num_sms(0), ValueError, "new_num_sms=0"),
@@ -265,7 +266,11 @@ def test_what_is_not_served_says_what_to_use():
     x = integers(0, 2, HIDDEN)
 
     def work(rank, group):
-        for options, text in (({"comm": 3}, "torch.distributed"), ({"allow_nvlink_for_normal_mode": False}, "True")):
+        for options, text in (
+            ({"comm": 3}, "torch.distributed"),
+            ({"allow_nvlink_for_normal_mode": False}, "True"),
+            ({"enable_shrink": True}, "enable_shrink=True: the low-latency calls.* leave it False"),
+        ):
             with pytest.raises(NotImplementedError, match=text):
                 Buffer(group, **options)
         buffer = Buffer(group, low_latency_mode=True, num_qps_per_rank=4, explicitly_destroy=True)

@@ -139,6 +139,11 @@ BUFFER = {
     "get_comm_stream": {},
     "is_sm90_compiled": {},
 }
+# What V2's Buffer (branch main, commit dd758ca, deep_ep/buffers/legacy.py) has that the branch's has not.
+V2_ONLY = {
+    "constructor": {"enable_shrink": False},
+    "methods": ("low_latency_update_mask_buffer", "low_latency_query_mask_buffer", "low_latency_clean_mask_buffer"),
+}
 OTHERS = {
     EventOverlap.__init__: {"event": None, "extra_tensors": None},
     Config.__init__: {
@@ -209,6 +214,12 @@ def test_hybrid_ep_buffer(verb):
 @pytest.mark.parametrize("verb", BUFFER)
 def test_buffer(verb):
     assert drift(getattr(Buffer, verb), BUFFER[verb]) == []
+
+
+def test_v2s_buffer():
+    parameters = inspect.signature(Buffer).parameters
+    assert {name: parameters[name].default for name in V2_ONLY["constructor"]} == V2_ONLY["constructor"]
+    assert [name for name in V2_ONLY["methods"] if not hasattr(Buffer, name)] == []
 
 
 def test_the_rest():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from types import ModuleType
@@ -11,6 +12,7 @@ import torch
 
 import hybrid_ep
 from hybrid_ep import compat
+from hybrid_ep.compat import events
 from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
 from hybrid_ep.testing import VirtualWorld
 
@@ -38,6 +40,16 @@ def test_install_and_uninstall():
     assert "deep_ep" not in sys.modules and not compat.installed()
     with pytest.raises(ImportError):
         import deep_ep  # noqa: F401
+
+
+@pytest.mark.parametrize("name", ["deep_ep._C", "deep_ep_cpp"])
+def test_the_compiled_halves_are_served(name):
+    compat.install_as_deep_ep()
+    assert importlib.util.find_spec(name) is not None
+    module = importlib.import_module(name)
+    assert (module.Config, module.EventHandle, module.topk_idx_t) == (events.Config, events.EventHandle, torch.int64)
+    compat.uninstall()
+    assert name not in sys.modules
 
 
 def test_a_real_deep_ep_is_respected():
