@@ -351,8 +351,8 @@ class MicrobatchShape:
     """What does not change between micro-batches; balance/microbatch.h."""
 
     def __init__(self, *, num_ranks: int, num_experts: int, spare_slots: int, num_nodes: int, within_node: bool,
-                 epsilon_ppm: int, skip_below_ppm: int, min_chunk: int, instance_cost: int, tile: int, fan_out: int,
-                 search_nodes: int, strategy: str) -> None: ...
+                 near: bool, epsilon_ppm: int, skip_below_ppm: int, min_chunk: int, instance_cost: int, tile: int,
+                 fan_out: int, search_nodes: int, strategy: str) -> None: ...
 
 
 class NvshmemWorld:

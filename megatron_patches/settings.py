@@ -18,7 +18,7 @@ DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.payload.quantize.CHOICES
 
 BALANCE_MODES = ("off", "exact", "slow", "both")
 BALANCE_PUSHES = ("auto", "kernels", "torch")
-CLONE_REACHES = ("auto", "node", "anywhere")
+CLONE_REACHES = ("auto", "node", "near", "anywhere")
 CLONING, MIGRATING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
 RECOMPUTE_MODES = ("reuse", "repeat")
 OVERFLOWS = ("grow", "drop", "raise")
@@ -145,10 +145,10 @@ class Balance:
       (`megatron_patches.balance`); "slow" for experts that change ranks between steps
       (`megatron_patches.balance_slow`); "both".
     * `spare_slots` (spare_slots): slots for clones on every rank. `epsilon` (balance_epsilon): how far above the mean
-      a rank may end. `reach` (balance_clones): ranks that may hold an expert's clones: those of its owner's "node", or
-      "anywhere"; "auto": the node's, unless `static_rows` asks that all be level. `push` (balance_push): what brings
-      weights to clones, and their gradients home: "kernels" of the ranks (`hybrid_ep.spares`); "torch", point to
-      point; "auto": kernels where they can and clones stay on their owners' nodes.
+      a rank may end. `reach` (balance_clones): ranks that may hold an expert's clones: those of its owner's "node";
+      "anywhere"; "near": on other nodes what the owner's has no room for; "auto": the node's, unless `static_rows`
+      asks that all be level. `push` (balance_push): what brings weights to clones, and their gradients home: "kernels"
+      of the ranks (`hybrid_ep.spares`); "torch", point to point; "auto": kernels where they can.
       `static_rows`: that many permuted rows always; what a micro-batch without a plan does, one of OVERFLOWS
       (`megatron_patches.static_rows`); None: as many rows as there are.
     * `interval` (balance_interval): optimizer steps from one placement to the next. `layer_updates_per_iter`: layers
@@ -184,7 +184,8 @@ class Balance:
         modes=CLONING,
         choices=CLONE_REACHES,
         help="Where clones may lie in a group of several nodes: on ranks of the owner's node, where weights travel "
-        "over NVLink; anywhere; auto: in the node, but anywhere with --hybrid-ep-static-rows.",
+        "over NVLink; anywhere; near: on other nodes what the owner's has no room for, and then on few; auto: in the "
+        "node, but anywhere with --hybrid-ep-static-rows.",
     )
     push: str = option(
         "balance_push",
@@ -214,7 +215,7 @@ class Balance:
     def planner_options(self, num_nodes: int) -> dict[str, Any]:
         """Of the planner of clones. With static rows no layer above epsilon is left as it is."""
         skip = {"skip_below": min(self.epsilon, 0.03)} if self.static_rows else {}
-        within = {"num_nodes": num_nodes, "within_node": self.within_node(num_nodes)}
+        within = {"num_nodes": num_nodes, "within_node": self.within_node(num_nodes), "near": self.reach == "near"}
         return {"spare_slots": self.spare_slots, "epsilon": self.epsilon, **within, **skip}
 
     @property

@@ -86,7 +86,7 @@ class ClusterRun:
     spare_slots: int = 1
     """Slots for clones on every rank, of exact and both."""
     balance_clones: str = "auto"
-    """Ranks that may hold an expert's clones, of exact and both: those of its owner's node, anywhere, or auto."""
+    """Ranks that may hold an expert's clones, of exact and both: those of its owner's node, anywhere, near, or auto."""
     balance_push: str = "auto"
     """What brings weights to clones, of exact and both: kernels, torch, or auto, kernels where they can."""
     static_rows: str = "none"

@@ -196,7 +196,7 @@ class ParallelConfig:
     spare_slots: int = 1
     """Slots for clones on every rank."""
     balance_clones: str = "anywhere"
-    """Ranks that may hold clones: those of the owner's `node`, `anywhere`, or `auto`. All ranks here share a host."""
+    """Ranks that may hold clones: those of the owner's `node`, `anywhere`, `near`, `auto`. All ranks share a host."""
     balance_push: str = "auto"
     """What brings weights to clones: the ranks' `kernels`, `torch`, or `auto`, kernels where they can."""
     balance_interval: int = 20

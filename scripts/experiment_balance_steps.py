@@ -33,9 +33,8 @@ from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import events, model, models, routing
 from hybrid_ep.perf.step_time import CV_SLOW, Job, Layer, step
 
-# Nodes alike: planned as if all ranks were on one node.
-MODES = ("off", "slow", "exact", "exact by torch", "exact, nodes alike", "exact in the node", "both")
-OF_NODES = ("exact by torch", "exact, nodes alike", "exact in the node")
+MODES = ("off", "slow", "exact", "exact by torch", "exact near", "exact in the node", "both")
+OF_NODES = ("exact by torch", "exact near", "exact in the node")
 DRIFT = 0.2  # of log-popularity from micro-batch to micro-batch
 INTERVAL = 100  # steps from one placement of slow mode to the next
 LASTING_DRIFT = 0.15  # of log-popularity from one placement to the next
@@ -98,11 +97,11 @@ def balanced(mode: str, choices: np.ndarray, past: np.ndarray, earlier: np.ndarr
         experts,
         owners.rank_of,
         spare_slots=spare,
-        num_nodes=1 if mode == "exact, nodes alike" else shape.nodes,
+        num_nodes=shape.nodes,
         within_node=mode == "exact in the node" and shape.nodes > 1,
+        near=mode == "exact near",
     )
     plan = planner.plan(counts)
-    plan = replace(plan, options=plan.options.on_nodes(shape.nodes), _shape=None)
     columns = np.stack([_redirected(plan, rank, choices[rank], owners.host_columns(spare)) for rank in range(ranks)])
     slots = experts + ranks * spare
     made = replace(pushes(plan, job, kernels=mode != "exact by torch"), moved_us=moved_us)

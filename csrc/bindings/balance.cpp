@@ -26,22 +26,12 @@ balance::Strategy parse_strategy(const std::string& name) {
   throw std::invalid_argument("strategy: '" + name + "' must be 'best', 'alias' or 'best_fit'");
 }
 
-MicrobatchShape make_shape(int num_ranks, int num_experts, int spare_slots, int num_nodes, bool within_node,
+MicrobatchShape make_shape(int num_ranks, int num_experts, int spare_slots, int num_nodes, bool within_node, bool near,
                            int64_t epsilon_ppm, int64_t skip_below_ppm, int64_t min_chunk, int64_t instance_cost,
                            int64_t tile, int64_t fan_out, int search_nodes, const std::string& strategy) {
-  MicrobatchShape s{num_ranks,
-                    num_experts,
-                    spare_slots,
-                    num_nodes,
-                    within_node,
-                    epsilon_ppm,
-                    skip_below_ppm,
-                    min_chunk,
-                    instance_cost,
-                    tile,
-                    fan_out,
-                    search_nodes,
-                    parse_strategy(strategy)};
+  MicrobatchShape s{
+      num_ranks,      num_experts, spare_slots,   num_nodes, within_node, near,         epsilon_ppm,
+      skip_below_ppm, min_chunk,   instance_cost, tile,      fan_out,     search_nodes, parse_strategy(strategy)};
   s.validate();
   return s;
 }
@@ -272,9 +262,9 @@ Ranks improve_layers(const py::array& load, const py::array& current, const py::
 void bind_balance(py::module_& m) {
   py::class_<MicrobatchShape>(m, "MicrobatchShape", "What does not change between micro-batches; balance/microbatch.h.")
       .def(py::init(&make_shape), py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("spare_slots"),
-           py::arg("num_nodes"), py::arg("within_node"), py::arg("epsilon_ppm"), py::arg("skip_below_ppm"),
-           py::arg("min_chunk"), py::arg("instance_cost"), py::arg("tile"), py::arg("fan_out"), py::arg("search_nodes"),
-           py::arg("strategy"));
+           py::arg("num_nodes"), py::arg("within_node"), py::arg("near"), py::arg("epsilon_ppm"),
+           py::arg("skip_below_ppm"), py::arg("min_chunk"), py::arg("instance_cost"), py::arg("tile"),
+           py::arg("fan_out"), py::arg("search_nodes"), py::arg("strategy"));
   py::class_<MicrobatchPlanner>(m, "MicrobatchPlanner", "Clones and quotas of one micro-batch.")
       .def(py::init<const MicrobatchShape&>(), py::arg("shape"))
       .def("plan", &plan, py::arg("counts"), py::arg("owner"),

@@ -16,6 +16,7 @@ enum class CloneStrategy : uint8_t { kBest, kAlias, kBestFit };
 struct CloneShape {
   int num_ranks = 1, num_experts = 1, spare_slots = 1, num_nodes = 1;
   bool within_node = false;         // clones only on ranks of the owner's node
+  bool near = false;                // on others where those do not level the ranks, and then on few
   int64_t epsilon_ppm = 10'000;     // a rank may end this far above the mean
   int64_t skip_below_ppm = 30'000;  // imbalance under which nothing is cloned
   int64_t min_chunk = 1;            // tokens, the least worth a clone
@@ -28,9 +29,8 @@ struct CloneShape {
   // Ranks that may hold each other's clones are neighbours: so many of them.
   HEP_HOST_DEVICE int domain() const { return within_node ? ranks_per_node() : num_ranks; }
   HEP_HOST_DEVICE int ranks_per_node() const { return num_ranks / num_nodes; }
-  // Clones on other nodes are made where those on the owner's do not level the ranks.
   HEP_HOST_DEVICE bool prefers_near() const {
-    return num_nodes > 1 && !within_node && strategy == CloneStrategy::kBest;
+    return near && num_nodes > 1 && !within_node && strategy == CloneStrategy::kBest;
   }
   // With nothing to spare an exact plan needs at most R - 1 clones (a tree over the ranks).
   HEP_HOST_DEVICE int most_copies() const { return epsilon_ppm == 0 ? num_ranks - 1 : num_ranks * spare_slots; }

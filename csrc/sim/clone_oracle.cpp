@@ -36,6 +36,7 @@ CloneShape clone_shape_of(const WorldSpec& s) {
   shape.spare_slots = int(s.spare_slots);
   shape.num_nodes = int(s.num_nodes);
   shape.within_node = s.clones_within_node;
+  shape.near = mix(s.data_seed, 36) % 2;
   shape.epsilon_ppm = s.data_seed % 2 ? 10'000 : 0;
   shape.skip_below_ppm = s.data_seed % 3 ? 0 : 30'000;
   shape.search_nodes = 50;

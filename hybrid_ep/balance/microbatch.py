@@ -49,6 +49,7 @@ class MicrobatchOptions:
     spare_slots: int = 1
     num_nodes: int = 1
     within_node: bool = False
+    near: bool = False
     epsilon: float = 0.01
     min_chunk: int = 1
     skip_below: float = 0.03
@@ -68,8 +69,9 @@ class MicrobatchOptions:
         if self.search_nodes is not None:
             remedy = "nodes of the search, or None for as many as its time allows"
             known["search_nodes"] = inputs.integer("search_nodes", self.search_nodes, 0, remedy=remedy)
-        if not isinstance(self.within_node, bool):
-            raise ValueError(f"within_node is {self.within_node!r}: give True or False")
+        for name in ("within_node", "near"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give True or False")
         for name, value in known.items():
             object.__setattr__(self, name, value)
         if self.strategy not in STRATEGIES:
@@ -101,6 +103,7 @@ class MicrobatchOptions:
             spare_slots=self.spare_slots,
             num_nodes=self.num_nodes,
             within_node=self.within_node,
+            near=self.near,
             epsilon_ppm=self.epsilon_ppm,
             # No rank has more than all tokens, ranks times the mean: more than that is said by that.
             skip_below_ppm=min(self.skip_below_ppm, num_ranks * PPM),
@@ -350,10 +353,10 @@ def plan_microbatch(
 
     * `counts`: integers [R, E], tokens of source rank r routed to logical expert e (known to all ranks).
     * `owner`: rank of each expert [E]; default contiguous. `spare_slots`: slots for clones on every rank.
-    * `num_nodes`: NVLink domains, ranks in consecutive blocks; sources prefer clones of their own. With strategy
-      "best" clones go to another domain than their owner's only where those within it do not level the ranks, and then
-      to as few as will do (`num_crossings`), unless only clones on any rank reach the target.
-      `within_node`: clones only on ranks of the owner's domain.
+    * `num_nodes`: NVLink domains, ranks in consecutive blocks; sources prefer clones of their own.
+      `within_node`: clones only on ranks of the owner's domain. `near`: with strategy "best", on ranks of other domains
+      only where those do not level the ranks, and then of few (`num_crossings`), unless only clones on any rank reach
+      the target. For micro-batches of few tokens: those of a hot expert cross in place of its weights.
     * `epsilon`: how far above the mean a rank may end, as a fraction. 0 levels to the token, with at most R - 1 clones.
     * `min_chunk`: tokens, the least worth a clone. `skip_below`: imbalance under which the plan is empty.
     * `instance_cost`, `tile`: an expert with n > 0 tokens costs instance_cost + n rounded up to tiles, in tokens; costs

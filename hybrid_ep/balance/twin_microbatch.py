@@ -49,8 +49,8 @@ def plan(
 
 
 def _near(total: Sequence[int], owner: Sequence[int], num_ranks: int, options: MicrobatchOptions) -> list[_Draft]:
-    """Of near constructions the first that reaches the target; none where clones on any node are alike."""
-    if options.num_nodes > 1 and not options.within_node and options.strategy == "best":
+    """Of near constructions the first that reaches the target; none where near is not asked for."""
+    if options.near and options.num_nodes > 1 and not options.within_node and options.strategy == "best":
         for rule in ("alias", "largest"):
             draft = _Draft(total, owner, num_ranks, options)
             draft.near = True

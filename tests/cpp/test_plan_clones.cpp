@@ -88,6 +88,7 @@ Layer random_layer(uint64_t seed) {
   s.epsilon_ppm = random.one_of({0, 10'000, 200'000});
   s.skip_below_ppm = random.one_of({0, 30'000});
   s.search_nodes = random.one_of({0, 7, 1000});
+  s.near = random.below(2);
   if (random.below(2)) {
     s.within_node = random.below(2);
     s.min_chunk = random.one_of({1, 5, 200});

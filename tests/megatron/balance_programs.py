@@ -388,7 +388,7 @@ def refusals(ep):
         {"spare_slots": 0},
         {"balance_epsilon": 2.0},
         {"balance_push": "mail"},
-        {"balance_clones": "near"},
+        {"balance_clones": "far"},
     ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             megatron_patches.apply(**bad)

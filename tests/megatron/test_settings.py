@@ -129,7 +129,9 @@ def _parsed(given):
 def test_where_clones_may_lie(reach, static_rows, within):
     balance = settings.Balance(mode="exact", reach=reach, static_rows=static_rows)
     assert balance.within_node(2) is within and not balance.within_node(1)
-    assert not settings.Balance(mode="exact", reach="anywhere").within_node(2)
+    for anywhere in ("near", "anywhere"):
+        far = settings.Balance(mode="exact", reach=anywhere)
+        assert not far.within_node(2) and MicrobatchOptions(**far.planner_options(2)).near is (anywhere == "near")
     options = MicrobatchOptions(**balance.planner_options(2))
     assert (options.num_nodes, options.within_node) == (2, within)
     assert not MicrobatchOptions(
@@ -145,8 +147,8 @@ def test_the_flag_of_where_clones_may_lie():
         ValueError, match="--hybrid-ep-balance-clones needs --hybrid-ep-balance exact or both, not slow"
     ):
         flags.settings_from_args(_parsed(["--hybrid-ep-balance", "slow", "--hybrid-ep-balance-clones", "node"]))
-    with pytest.raises(ValueError, match="balance_clones is 'near': choose one of auto, node, anywhere"):
-        settings.Settings.of(balance="exact", balance_clones="near")
+    with pytest.raises(ValueError, match="balance_clones is 'far': choose one of auto, node, near, anywhere"):
+        settings.Settings.of(balance="exact", balance_clones="far")
 
 
 @pytest.mark.parametrize("asks", ["fp8", "fp4", "use_transformer_engine_op_fuser", "moe_use_grouped_tensor"])

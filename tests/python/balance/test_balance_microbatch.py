@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -35,6 +35,7 @@ def problems(draw):
             spare_slots=draw(st.integers(0, 3)),
             num_nodes=num_nodes,
             within_node=draw(st.booleans()),
+            near=draw(st.booleans()),
             epsilon=draw(st.sampled_from([0.0, 0.01, 0.2])),
             min_chunk=draw(st.sampled_from([1, 5, 200])),
             skip_below=draw(st.sampled_from([0.0, 0.03, 0.5])),
@@ -67,7 +68,7 @@ def cost_of_ranks(p):
 
 def test_clones_leave_their_node_for_what_it_has_no_room_for():
     counts = np.diag([1500, 1100, 800, 1400])  # an expert a rank; mean 1200
-    near = balance.plan_microbatch(counts, spare_slots=1, num_nodes=2)
+    near = balance.plan_microbatch(counts, spare_slots=1, num_nodes=2, near=True)
     assert near.slot_expert.tolist() == [[-1], [0], [3], [0]] and near.slot_tokens.tolist() == [
         [0],
         [112],
@@ -75,9 +76,9 @@ def test_clones_leave_their_node_for_what_it_has_no_room_for():
         [224],
     ]
     assert near.num_crossings == 1
-    far = balance.plan_microbatch(counts, spare_slots=1)
-    assert far.num_crossings == 0 and replace(far, options=near.options).num_crossings == 2
-    hot = balance.plan_microbatch(np.diag([2000, 1000, 800, 1000]), spare_slots=1, num_nodes=2)
+    assert balance.plan_microbatch(counts, spare_slots=1, num_nodes=2).num_crossings == 2
+    assert balance.plan_microbatch(counts, spare_slots=1, near=True).num_crossings == 0, "one node"
+    hot = balance.plan_microbatch(np.diag([2000, 1000, 800, 1000]), spare_slots=1, num_nodes=2, near=True)
     assert hot.slot_expert.tolist() == [[-1], [0], [0], [0]] and hot.num_crossings == 1, "a node, with two clones"
 
 
@@ -93,10 +94,10 @@ def test_near_plans_level_as_much_and_cross_less(ranks, experts, nodes, spare):
         hot = rng.normal(0, sigma, experts) + np.repeat(rng.normal(0, sigma, width), experts // width)
         counts = np.zeros((ranks, experts), np.int64)
         counts[0] = rng.multinomial(ranks * 4096 * 8, np.exp(hot) / np.exp(hot).sum())
-        near = balance.plan_microbatch(counts, owner, spare, nodes)
-        far = balance.plan_microbatch(counts, owner, spare)
+        near = balance.plan_microbatch(counts, owner, spare, nodes, near=True)
+        far = balance.plan_microbatch(counts, owner, spare, nodes)
         assert near.tokens_of_ranks().max() <= max(far.tokens_of_ranks().max(), near.target)
-        crossed += near.num_crossings, replace(far, options=near.options).num_crossings
+        crossed += near.num_crossings, far.num_crossings
     assert crossed[0] < 0.75 * crossed[1], crossed
 
 

@@ -84,6 +84,7 @@ def random_layer(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, Micr
     counts[rng.random(ranks) < 0.2] = 0
     how = dict(
         num_nodes=nodes,
+        near=bool(rng.random() < 0.5),
         epsilon=rng.choice([0.0, 0.01, 0.2]),
         skip_below=rng.choice([0.0, 0.03, 0.5]),
         search_nodes=[None, 0, 7, 1000][rng.integers(4)],

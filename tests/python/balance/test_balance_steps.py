@@ -53,7 +53,7 @@ def test_modes_agree_with_their_columns(mode):
     assert (got.clones > 0) == (mode not in ("off", "slow"))
     assert got.pushes.all_us > 0 or not got.clones
     assert 0 <= balance_pushes.shown_us(got.pushes, SMALL) <= got.pushes.all_us
-    if mode in ("exact", "exact, nodes alike", "both"):
+    if mode in ("exact", "exact near", "both"):
         assert got.imbalance <= 0.0101
 
 

@@ -158,7 +158,7 @@ BAD = [
     ({"dispatch_dtype": "fp8", "dispatcher": "alltoall"}, "dispatch_dtype='fp8': only hybrid_ep sends quantised rows"),
     ({"dispatch_dtype": "int8"}, "dispatch_dtype='int8': use one of bf16, fp8, mxfp8"),
     ({"num_sms": 133}, "num_sms=133: must be at most 132, the SMs of a H100"),
-    ({"balance_clones": "near"}, "balance_clones='near': use one of auto, node, anywhere"),
+    ({"balance_clones": "far"}, "balance_clones='far': use one of auto, node, near, anywhere"),
     (
         {"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},
         "needs --set dispatcher=hybrid_ep --set overlap=false",
