@@ -63,7 +63,8 @@ class SpareSlots:
 
     A push overwrites the slots of ranks whose own push has begun: whatever reads them must be on the caller's stream
     before that rank's next push. Raises ValueError when an argument is wrong or differs between ranks, BootstrapError
-    when ranks are missing, DeadlineError, which names the rank, when one stops; after it the object is unusable."""
+    when ranks are missing, DeadlineError when one stops, which names it where it can; after it the object is
+    unusable."""
 
     def __init__(
         self,

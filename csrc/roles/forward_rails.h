@@ -109,8 +109,8 @@ class ForwardRailsRole {
     return p.flag_there(p.channels.flag(kDirection, p.channel_there(peer.node, peer.local), flag, q));
   }
 
-  // The stripes of this rank's own clones, by slot and the local rank that stores them. Of others it has a flag that is
-  // up already: its own, that slots are free.
+  // The stripes of this rank's own clones, by slot and the local rank that stores them. Of others it takes a flag that
+  // the launch's first block raises when it begins: its own, that slots are free.
   HEP_DEVICE void await_slots() {
     if (injected(Bug::kWeightsUnawaited)) return;
     const int ranks = p.world.num_local_ranks, first = p.world.rank * int(p.node.spare_slots);

@@ -49,7 +49,6 @@ class MicrobatchOptions:
     spare_slots: int = 1
     num_nodes: int = 1
     within_node: bool = False
-    near: bool = False
     epsilon: float = 0.01
     min_chunk: int = 1
     skip_below: float = 0.03
@@ -58,6 +57,7 @@ class MicrobatchOptions:
     fan_out: int | None = None
     search_nodes: int | None = None
     strategy: str = "best"
+    near: bool = False
 
     def __post_init__(self) -> None:
         known: dict[str, Any] = {name: inputs.integer(name, getattr(self, name), *r) for name, r in _INTEGERS.items()}
