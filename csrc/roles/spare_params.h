@@ -11,7 +11,7 @@ namespace hep {
 // on, so that a launch needs no number from the host and may be replayed.
 struct SpareProgress {
   uint64_t pushes, awaited, collected;
-  uint64_t leaving;   // lanes that have left the push or the collection in progress
+  uint64_t leaving;   // warps that have left the push or the collection in progress
   uint64_t of_nodes;  // collections whose sums of other nodes are added
 };
 

@@ -39,6 +39,7 @@ struct Case {
   uint64_t seed = 0;
   double timeout_s = 60;
   int dead = -1;        // a rank that takes no part in the last step
+  bool pushes = false;  // but for its push
   bool lingers = true;  // ranks look at their slots again before they go on
 
   int local() const { return num_ranks / num_nodes; }
@@ -109,8 +110,10 @@ class RankOf {
 
   void run() {
     for (size_t i = 0; i < c_.steps.size(); ++i) {
-      if (rank_ == c_.dead && i + 1 == c_.steps.size()) return;
+      const bool dies = rank_ == c_.dead && i + 1 == c_.steps.size();
+      if (dies && !c_.pushes) return;
       push(i);
+      if (dies) return;
       compare(i, "at once");
       if (c_.lingers) {
         for (uint32_t turns = random_.below(60); turns; --turns) std::this_thread::yield();
