@@ -110,7 +110,7 @@ def make_job(
     if args.container is None and (args.container_mounts or args.container_python):
         raise ValueError("container_mounts, container_python: say something of a container; add --container IMAGE")
     gpus = run.hardware.gpus_per_host if run else 0
-    doctor = [python(args), "-m", "hybrid_ep.cli", "doctor", *(["--require-gpu"] if run else [])]
+    doctor = [python(args), "-m", "hybrid_ep", "doctor", *(["--require-gpu"] if run else [])]
     return sbatch.Job(
         name,
         folder,

@@ -361,7 +361,7 @@ def room_of(module, path):
     """The room of a module of hybrid_ep."""
     if path.count("/") > 1:
         return path.split("/")[1]
-    return "basics" if module in BASICS else "public"
+    return "cli" if module == "hybrid_ep.__main__" else "basics" if module in BASICS else "public"
 
 
 def check_rooms(modules, found):

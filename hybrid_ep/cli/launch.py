@@ -62,7 +62,7 @@ def run_ranks(argv: Sequence[str], num_ranks: int, timeout_s: float, threads: in
     try:
         for rank in range(num_ranks):
             environment = _rank_environment(rank, num_ranks, store.port, threads)
-            command = [sys.executable, "-m", "hybrid_ep.cli", *argv]
+            command = [sys.executable, "-m", "hybrid_ep", *argv]
             ranks.append(subprocess.Popen(command, env=environment, stdout=relay.writer, preexec_fn=_die_with_parent))
         relay.start()
         code = _wait(ranks, relay, timeout_s)

@@ -56,7 +56,7 @@ def run_until_the_deadline(folder):
     environment["PYTHONPATH"] = str(REPOSITORY)
     start = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-m", "hybrid_ep.cli", "bench", *SMALL, *flags],
+        [sys.executable, "-m", "hybrid_ep", "bench", *SMALL, *flags],
         env=environment, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     return ended, time.monotonic() - start

@@ -25,7 +25,7 @@ TALKERS = {
 
 
 def run(argv, **options):
-    command = [sys.executable, "-m", "hybrid_ep.cli", *argv]
+    command = [sys.executable, "-m", "hybrid_ep", *argv]
     return subprocess.run(command, cwd=ROOT, text=True, timeout=240, stderr=subprocess.PIPE, **options)
 
 

@@ -406,7 +406,7 @@ def test_a_container_has_its_own_python_and_sees_the_run(tmp_path, capsys):
     assert mounts == [f"{os.getcwd()}:{os.getcwd()}", f"{tmp_path}:{tmp_path}", "/data:/data"]
     assert ranks[ranks.index("--container-workdir") + 1] == os.getcwd()
     text = "\n".join(lines)
-    assert "' rank python3 -m recipes.rank" in text and "python3 -m hybrid_ep.cli doctor" in text
+    assert "' rank python3 -m recipes.rank" in text and "python3 -m hybrid_ep doctor" in text
     own = sbatch_lines(capsys, tmp_path, SMALL, "--container", "img", "--container-python", "/opt/py")[0]
     assert any("' rank /opt/py -m recipes.rank" in line for line in own)
 
