@@ -46,6 +46,7 @@ py::typing::Dict<py::str, py::object> load(const std::string& path) {
   return said;
 }
 
+using Unlocked = py::call_guard<py::gil_scoped_release>;
 using Segments = std::vector<std::shared_ptr<Segment>>;
 using Pieces = std::vector<std::tuple<size_t, size_t, size_t, size_t>>;
 
@@ -91,7 +92,7 @@ void bind_copies(py::module_& m) {
       .def(py::init([] { return loaded().make_counter_reader(); }))
       .def("observe", &observe, py::arg("segment"), py::arg("offset"), py::arg("patience_s"),
            "The counter there; what came before it is seen, too. None: the copy engines had no turn by then.");
-  m.def("publish", &publish, py::arg("segment"), py::arg("offset"), py::arg("value"), py::arg("stream"),
+  m.def("publish", &publish, py::arg("segment"), py::arg("offset"), py::arg("value"), py::arg("stream"), Unlocked(),
         "Store a counter behind all that the stream holds.");
 }
 

@@ -240,7 +240,7 @@ void bind_engine(py::module_& m) {
       .def("waited_ns", &Engine::waited_ns, Unlocked())
       .def(
           "set_stream", [](Engine& e, uint64_t stream) { e.set_stream(reinterpret_cast<void*>(stream)); },
-          py::arg("stream"), "CUDA: the stream of the next operations, in order with those before.");
+          py::arg("stream"), Unlocked(), "CUDA: the stream of the next operations, in order with those before.");
 }
 
 }  // namespace

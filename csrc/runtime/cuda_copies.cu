@@ -14,7 +14,7 @@ class Copies final : public CopyStream {
  public:
   void* stream() const override { return lent_.stream; }
   void copy(unsigned char* to, const unsigned char* from, size_t bytes) override {
-    check(cudaSetDevice(lent_.device), "choosing the device");  // of this thread, which may be a new one
+    const OnDevice on(lent_.device);  // of this thread, which may be a new one
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, lent_.stream), "a copy out of registered memory");
   }
 
@@ -25,6 +25,7 @@ class Copies final : public CopyStream {
 class Reader final : public CounterReader {
  public:
   Reader() {
+    const OutsideCaptures outside;
     void* cell = nullptr;
     check(cudaHostAlloc(&cell, sizeof(uint64_t), cudaHostAllocPortable), "pinned memory");
     cell_.reset(static_cast<uint64_t*>(cell));
@@ -35,7 +36,7 @@ class Reader final : public CounterReader {
         Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(patience_s));
     const std::lock_guard lock(mutex_);
     const OutsideCaptures outside;
-    check(cudaSetDevice(lent_.device), "choosing the device");
+    const OnDevice on(lent_.device);
     for (;;) {
       if (!under_way_) {
         check(cudaMemcpyAsync(cell_.get(), from, sizeof(uint64_t), cudaMemcpyDeviceToHost, lent_.stream),

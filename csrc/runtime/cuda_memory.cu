@@ -88,7 +88,10 @@ class PlainMemory final : public DeviceMemory {
     check(cudaIpcOpenMemHandle(reinterpret_cast<void**>(&data_), ipc, cudaIpcMemLazyEnablePeerAccess),
           "mapping a peer's memory (cudaIpcOpenMemHandle)");
   }
-  ~PlainMemory() override { attached_ ? (void)cudaIpcCloseMemHandle(data_) : (void)cudaFree(data_); }
+  ~PlainMemory() override {
+    const OutsideCaptures outside;
+    attached_ ? (void)cudaIpcCloseMemHandle(data_) : (void)cudaFree(data_);
+  }
   ShareHandle share() const override {
     cudaIpcMemHandle_t ipc;
     check(cudaIpcGetMemHandle(&ipc, data_), "sharing memory (cudaIpcGetMemHandle)");
@@ -175,6 +178,7 @@ class MappedMemory final : public DeviceMemory {
     check_driver(d.set_access(address, bytes_, &access, 1), "access to mapped memory");
   }
   void close() {
+    const OutsideCaptures outside;
     const Driver& d = Driver::get();
     const auto address = reinterpret_cast<CUdeviceptr>(data_);
     if (mapped_) (void)d.unmap(address, bytes_);
@@ -194,17 +198,20 @@ class MappedMemory final : public DeviceMemory {
 }  // namespace
 
 std::shared_ptr<DeviceMemory> DeviceMemory::create(Share kind, size_t bytes) {
+  const OutsideCaptures outside;
   std::shared_ptr<DeviceMemory> memory;
   if (kind == Share::kNone || kind == Share::kIpc)
     memory = std::make_shared<PlainMemory>(bytes);
   else
     memory = std::make_shared<MappedMemory>(kind, bytes);
-  check(cudaMemset(memory->data(), 0, memory->bytes()), "memset");
-  check(cudaDeviceSynchronize(), "memset");
+  const LentStream own;  // the device's own stream must not be waited for while any other captures
+  check(cudaMemsetAsync(memory->data(), 0, memory->bytes(), own.stream), "memset");
+  check(cudaStreamSynchronize(own.stream), "memset");
   return memory;
 }
 
 std::shared_ptr<DeviceMemory> DeviceMemory::attach(Share kind, size_t bytes, const ShareHandle& handle) {
+  const OutsideCaptures outside;
   if (kind == Share::kIpc) return std::make_shared<PlainMemory>(bytes, handle);
   return std::make_shared<MappedMemory>(kind, bytes, handle);
 }

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,6 +92,31 @@ def enter(device: torch.device) -> int:
     """Makes the device current for the library in this thread; the address of torch's current stream on it."""
     _core.cuda.set_device(device.index)
     return torch.cuda.current_stream(device).cuda_stream
+
+
+def borrow(device: torch.device) -> torch.cuda.device | None:
+    """Makes the device torch's current one in this thread; what gives the one before back, where it was another."""
+    if torch.cuda.current_device() == device.index:
+        return None
+    borrowed = torch.cuda.device(device)
+    borrowed.__enter__()
+    return borrowed
+
+
+def give_back(borrowed: torch.cuda.device | None) -> None:
+    if borrowed is not None:
+        borrowed.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def on(device: torch.device) -> Iterator[None]:
+    """The library's calls, and torch's, are of this device, which may not be the thread's."""
+    borrowed = borrow(device)
+    try:
+        enter(device)
+        yield
+    finally:
+        give_back(borrowed)
 
 
 def working_kinds() -> list[str]:

@@ -43,8 +43,8 @@ class Metered:
 
     def reset_traffic(self) -> None:
         """And the waits."""
+        self.engine.reset_traffic()  # which may refuse
         self._past_traffic, self._past_waits = {}, []
-        self.engine.reset_traffic()
 
     def keep_counts(self) -> None:
         """Before another engine takes this one's place."""

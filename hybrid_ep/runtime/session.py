@@ -149,20 +149,24 @@ class Session(Metered):
                 "this buffer is busy with a call of another thread; give each thread its own "
                 "HybridEPBuffer, or take turns"
             )
+        borrowed = None
         try:
             if self.why_closed is not None:
                 raise BufferFailedError(self.why_closed)
             if self.runs_on_gpu:
+                borrowed = devices.borrow(self.options.device)
                 self._enter_device()
             launched = -1 if self.engine is None else self._past_launches + self.engine.num_launches
-            return (self._generation, launched), validation.enter(self.options.device)
+            return (self._generation, launched), validation.enter(self.options.device), borrowed
         except BaseException:
+            devices.give_back(borrowed)
             self._lock.release()
             raise
 
     def leave(self, began: Any, error: BaseException | None) -> None:
-        progress, outer = began
+        progress, outer, borrowed = began
         validation.leave(outer)
+        devices.give_back(borrowed)
         if error is None:
             self._lock.release()
             if self._closing is not None:

@@ -120,8 +120,8 @@ class DeviceRegistered:
 
     def tell(self, counter: int, value: int, stream: torch.cuda.Stream | None = None) -> None:
         stream = stream or torch.cuda.current_stream(self._device)
-        devices.enter(self._device)
-        _core.cuda.publish(self._own, counter, value, stream.cuda_stream)
+        with devices.on(self._device):
+            _core.cuda.publish(self._own, counter, value, stream.cuda_stream)
 
     def seen(self, rank: int, counter: int, wanted: int) -> int | None:
         known = self._known.get((rank, counter))

@@ -110,6 +110,57 @@ def test_a_blocking_dispatch_beside_another_threads_capture():
     world.close()
 
 
+def test_a_buffer_begins_and_ends_beside_another_threads_capture():
+    """Making memory and giving it back is what no stream orders, either."""
+    x, stream, graph = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    worlds = [GpuWorld(1, 1, 2, skew=0)]
+
+    def begin():
+        worlds.append(GpuWorld(1, 1, 2, skew=0))
+
+    def end():
+        for world in worlds:
+            world.close()
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as other, torch.cuda.graph(graph, stream=stream):
+        x.add_(1)
+        other.submit(begin).result(60)
+        other.submit(end).result(60)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [2] * 4
+
+
+def test_counters_are_no_part_of_a_capture():
+    world = GpuWorld(1, 1, 2, skew=0)
+    buffer, mine = world.raw[0], make_inputs(example((1, 1), 0), 0)
+    mine = dataclasses.replace(
+        mine, **{name: getattr(mine, name).cuda() for name in ("hidden", "topk_idx", "topk_weights")}
+    )
+
+    def work(rank, _):
+        buffer.dispatch_with_permute(
+            hidden=mine.hidden, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights, num_of_experts=2
+        )
+        step(buffer, mine, 2)
+        stream, graph = world.streams[0], torch.cuda.CUDAGraph()
+        stream.synchronize()
+        before = buffer.traffic()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            out, _, _ = step(buffer, mine, 2)
+            for ask in (buffer.traffic, buffer.reset_traffic, buffer.wait_seconds):
+                with pytest.raises(ValueError, match="captures a CUDA graph; ask before the capture or after it"):
+                    ask()
+        graph.replay()
+        stream.synchronize()
+        again = buffer.traffic()["self_rows"] - before["self_rows"]
+        assert 0 < again < before["self_rows"]
+
+    world.run(work)
+    world.close()
+
+
 def test_a_blocking_dispatch_cannot_be_captured():
     world = GpuWorld(1, 1, 2, skew=0)
     mine = make_inputs(example((1, 1), 0), 0)

@@ -91,6 +91,18 @@ def stream(chosen: Stream | None):
         _state.stream = before
 
 
+def current_device() -> int:
+    device = ctypes.c_int()
+    library.call("cudaGetDevice", ctypes.byref(device))
+    return device.value
+
+
+def exchange_device(device: int) -> int:
+    before = current_device()
+    library.call("cudaSetDevice", device)
+    return before
+
+
 def is_current_stream_capturing() -> bool:
     status = ctypes.c_int()
     library.call("cudaStreamIsCapturing", raw(current_stream()), ctypes.byref(status))
@@ -158,9 +170,12 @@ def install(choices: Choices) -> Library:
     cuda.Stream, cuda.Event, torch.Stream, torch.Event = Stream, Event, Stream, Event
     cuda.ExternalStream = lambda stream_ptr, device=None: Stream(handle=stream_ptr)
     cuda.stream, cuda.current_stream = stream, current_stream
-    cuda.is_available, cuda.device_count, cuda.current_device = lambda: True, lambda: 1, lambda: 0
+    cuda.is_available, cuda.device_count = lambda: True, lambda: choices.num_devices
+    cuda.current_device = current_device
     # Each a function of its own: torch.compile keeps a table of torch's functions and will have no two names for one.
-    cuda.set_device, cuda._lazy_init, cuda.empty_cache = lambda *_: None, lambda: None, lambda: None
+    cuda.set_device = lambda device: library.call("cudaSetDevice", torch.device(device).index)
+    cuda._exchange_device, cuda._maybe_exchange_device = exchange_device, lambda device: exchange_device(device)
+    cuda._lazy_init, cuda.empty_cache = lambda: None, lambda: None
     cuda.is_current_stream_capturing, cuda.mem_get_info = is_current_stream_capturing, mem_get_info
     cuda.synchronize = lambda device=None: library.call("cudaDeviceSynchronize")
     cuda.get_device_properties = _properties

@@ -22,11 +22,12 @@ inline void check(cudaError_t status, const char* what) {
   throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
 }
 
-// For calls that no stream orders. While any thread captures, CUDA forbids them in every thread, and spoils the
-// capture, unless the thread that makes them says that it knows: what ours ask or make is never part of a graph.
+// For calls that no stream orders, the end of memory among them. While any thread captures, CUDA forbids them in every
+// thread, and spoils the capture, unless the thread that makes them says that it knows: what ours ask, make or give
+// back is never part of a graph.
 class OutsideCaptures {
  public:
-  OutsideCaptures() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "capture mode"); }
+  OutsideCaptures() noexcept { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }  // fails for no mode that there is
   ~OutsideCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
   OutsideCaptures(const OutsideCaptures&) = delete;
   OutsideCaptures& operator=(const OutsideCaptures&) = delete;
@@ -63,7 +64,10 @@ struct Block {
   Block(uint64_t bytes, cudaStream_t s) : stream(s) {
     check(cudaMallocFromPoolAsync(&data, bytes ? bytes : 16, memory_pool(), stream), "device memory");
   }
-  ~Block() { (void)cudaFreeAsync(data, stream); }
+  ~Block() {
+    const OutsideCaptures outside;
+    (void)cudaFreeAsync(data, stream);
+  }
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
@@ -112,6 +116,7 @@ template <auto kFree>
 struct Freed {
   template <class T>
   void operator()(T* p) const {
+    const OutsideCaptures outside;
     (void)kFree(p);
   }
 };

@@ -35,6 +35,7 @@ template <class F>
 cudaError_t on_device(F&& f) {
   Devices& d = Devices::get();
   Lock lock(d.mutex);
+  d.contexts.insert(current_device);
   return said(d.lost != cudaSuccess ? d.lost : f(d, lock));
 }
 // Those that name a stream, which f is given.

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -133,6 +134,7 @@ class Devices {
 
   void hold_copies(bool hold);  // others' copies keep the copy engines busy
 
+  std::set<int> contexts;          // devices that a thread chose or worked on
   std::string dropped;             // a mutant: this call does nothing
   cudaError_t lost = cudaSuccess;  // what every call says from then on
   void lose(cudaError_t why);

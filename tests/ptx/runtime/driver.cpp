@@ -178,6 +178,15 @@ CUresult write_value(CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned
              : (status == cudaErrorInvalidResourceHandle ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_UNKNOWN);
 }
 
+CUresult context_state(CUdevice device, unsigned* flags, int* active) {
+  if (device < 0 || device >= Devices::settings.num_devices) return CUDA_ERROR_INVALID_DEVICE;
+  Devices& d = Devices::get();
+  Lock lock(d.mutex);
+  *flags = 0;
+  *active = int(d.contexts.count(device));
+  return CUDA_SUCCESS;
+}
+
 // An IPC handle: the process, its descriptor, and the size.
 struct Ipc {
   uint64_t magic, bytes;
@@ -200,7 +209,8 @@ void* driver_function(const char* name) {
       {"cuMemSetAccess", reinterpret_cast<void*>(set_access)},
       {"cuMemExportToShareableHandle", reinterpret_cast<void*>(export_handle)},
       {"cuMemImportFromShareableHandle", reinterpret_cast<void*>(import_handle)},
-      {"cuStreamWriteValue64", reinterpret_cast<void*>(write_value)}};
+      {"cuStreamWriteValue64", reinterpret_cast<void*>(write_value)},
+      {"cuDevicePrimaryCtxGetState", reinterpret_cast<void*>(context_state)}};
   const auto found = functions.find(name);
   return found == functions.end() ? nullptr : found->second;
 }

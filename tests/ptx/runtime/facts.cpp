@@ -1,7 +1,7 @@
 // What the runtime says of its devices and of errors.
 #include <cstring>
 
-#include "device.h"
+#include "capture.h"
 #include "driver.h"
 
 namespace hep::ptxr {
@@ -16,7 +16,9 @@ HEP_PTXR_API cudaError_t cudaGetDevice(int* device) {
 }
 HEP_PTXR_API cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= Devices::settings.num_devices) return said(cudaErrorInvalidDevice);
-  current_device = device;
+  Devices& d = Devices::get();
+  Lock lock(d.mutex);
+  d.contexts.insert(current_device = device);
   return cudaSuccess;
 }
 
