@@ -46,7 +46,7 @@ ARCHITECTURE = Architecture(
 # as three or four, and the embedding takes none.
 _CHUNKS_16 = "Et*4|(tttt|)*14tmL"
 # Sizes and SMs are the performance model's, within some per cent of the fastest that fits with room to spare:
-# docs/results/recipe-layouts.md. On B200 and GB200 they are those of Megatron Bridge's summary of 26.04.01.
+# docs/results/recipe-layouts.md. On B200, GB200 and GB300 they are those of Megatron Bridge's summary of 26.04.01.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(
         num_hosts=128,
@@ -72,7 +72,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         num_sms=4,
         global_batch_size=2048,
     ),
-    "b300_8x800g": dict(num_sms=8),
+    "b300_8x800g": dict(pipeline=4, virtual_pipeline=4, expert=64, micro_batch_size=2, num_sms=8),
     "gb200_nvl72": dict(
         num_hosts=64,
         tensor=1,
@@ -84,6 +84,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         num_sms=16,
         global_batch_size=2048,
     ),
+    "gb300_nvl72": dict(pipeline=2, virtual_pipeline=8, expert=32),
 }
 
 

@@ -42,6 +42,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     ),
     "b300_8x800g": dict(micro_batch_size=4),
     "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=256, num_sms=24),
+    "gb300_nvl72": dict(micro_batch_size=4),
 }
 
 

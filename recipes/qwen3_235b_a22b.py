@@ -37,9 +37,11 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "b200_8x400g": dict(
         num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8", num_sms=24
     ),
+    "b300_8x800g": dict(pipeline=4, virtual_pipeline=8, micro_batch_size=2),
     "gb200_nvl72": dict(
         num_hosts=32, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8", num_sms=16
     ),
+    "gb300_nvl72": dict(pipeline=4, virtual_pipeline=8, micro_batch_size=2),
 }
 
 

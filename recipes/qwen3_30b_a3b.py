@@ -46,7 +46,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         precision="mxfp8",
         num_sms=24,
     ),
-    "b300_8x800g": dict(micro_batch_size=8),
+    "b300_8x800g": dict(expert=4, micro_batch_size=8, num_sms=32),
     "gb200_nvl72": dict(
         num_hosts=4,
         tensor=1,

@@ -13,7 +13,7 @@ from pathlib import Path
 from recipes import CLUSTER_RECIPES, cluster_summary, layouts, memory
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "recipe-layouts.md"
-CLUSTERS = ("h100_8x400g", "h200_8x400g", "b200_8x400g", "gb200_nvl72")  # others take their layouts from these
+CLUSTERS = ("h100_8x400g", "h800_8x400g", "h200_8x400g", "b200_8x400g", "b300_8x800g", "gb200_nvl72", "gb300_nvl72")
 
 
 def row(name: str, cluster: str) -> str:
