@@ -204,6 +204,14 @@ def metrics_reduction() -> tuple[ModuleType | type, str]:
     return logging.MoEMetricsTracker, "_sync_metrics"
 
 
+def layer_number(module: Any) -> int:
+    """Number of an MoE layer, or of its router, among all layers of the model, from 1, as Megatron's metrics count.
+
+    Layers that predict further tokens come after the others; Megatron numbers them from 1 again. 0: it has none."""
+    number = module.layer_number or 0
+    return number + module.config.num_layers if number and getattr(module, "is_mtp_layer", False) else number
+
+
 def _check_router() -> str | None:
     """What router_training.py stands on: the object that top-k asks, and the reduction that statistics ride on."""
     router = importlib.import_module(f"{MOE}.router").TopKRouter

@@ -23,7 +23,7 @@ import torch
 from hybrid_ep import env
 from hybrid_ep.balance.collector import LoadCollector
 from hybrid_ep.balance.statistics import parse_range
-from megatron_patches import graphs, settings
+from megatron_patches import graphs, hooks, settings
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -110,15 +110,9 @@ def _count(layer: MoELayer, asked: tuple[str, int, int]) -> None:
 
     def hook(router: torch.nn.Module, _inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         if collector.counting and router.training and torch.is_grad_enabled():
-            collector.add(_number(owner()), output[1])
+            collector.add(hooks.layer_number(owner()), output[1])
 
     layer.router.register_forward_hook(hook)
-
-
-def _number(layer: MoELayer) -> int:
-    """Megatron's layer number, from 1; layers that predict further tokens come after the others."""
-    number = layer.layer_number or 0
-    return number + layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else number
 
 
 def _iteration_of_script() -> int | None:

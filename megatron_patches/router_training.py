@@ -33,8 +33,8 @@ log = logging.getLogger("hybrid_ep.moe")
 _ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # (names that are reduced, a name's values, set them)
 _Access = tuple[list[str], Callable[[str], torch.Tensor], Callable[[str, torch.Tensor], None]]
-_watched: dict[int, TopK] = {}  # global layer number -> TopK; a rank's routers, replaced when a model is built anew
-_guards: dict[int, RouterGuard] = {}  # global layer number -> RouterGuard
+_watched: dict[int, TopK] = {}  # hooks.layer_number -> TopK; a rank's routers, replaced when a model is built anew
+_guards: dict[int, RouterGuard] = {}  # hooks.layer_number -> RouterGuard
 
 
 class TopK:
@@ -70,9 +70,10 @@ class TopK:
         return values, indices
 
     def _count(self, scores: torch.Tensor, topk: int, indices: torch.Tensor) -> None:
-        if self.router.layer_number is None:
+        number = hooks.layer_number(self.router)
+        if not number:
             return
-        _watched[self.router.layer_number] = self
+        _watched[number] = self
         with torch.no_grad():
             here = routing_statistics(scores, topk, indices)
         self.counted = here if self.counted is None else self.counted + here
@@ -125,7 +126,7 @@ def router_init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _gate_checker(mode: str, distinct: bool) -> Callable[[TopKRouter], None]:
     def check(router: TopKRouter) -> None:
-        name = f"layer {router.layer_number}"
+        name = f"layer {hooks.layer_number(router)}"
         try:
             check_gates({name: router.weight}, distinct=distinct)
         except ValueError as error:

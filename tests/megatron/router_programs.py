@@ -13,10 +13,10 @@ from megatron_patches import router_training
 OPTIONS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2, "add_bias_linear": False}
 
 
-def layer(of_config):
+def layer(of_config, **options):
     """One MoE layer, number 1, whose gate is drawn anew."""
     spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False).submodules.mlp
-    made = MoELayer(of_config, **(getattr(spec, "keywords", None) or {"submodules": spec.submodules}))
+    made = MoELayer(of_config, **(getattr(spec, "keywords", None) or {"submodules": spec.submodules}), **options)
     made.set_layer_number(1)
     torch.manual_seed(4)
     with torch.no_grad():
@@ -29,7 +29,7 @@ def tokens(seed):
     return torch.randn(16, 2, HIDDEN)
 
 
-def logged(iteration):
+def logged(iteration, **options):
     """Megatron's end of a step: (its loss, how many collectives it took)."""
     honest, count, losses = torch.distributed.all_reduce, [0], {}
 
@@ -47,6 +47,7 @@ def logged(iteration):
             force_initialize=True,
             track_names=["load_balancing_loss"],
             num_layers=2,
+            **options,
         )
     finally:
         torch.distributed.all_reduce = honest
@@ -96,6 +97,26 @@ def in_training():
     said["gate"] = message(fresh, tokens(0))
     megatron_patches.revert()
     return said
+
+
+def with_a_layer_that_predicts_further():
+    """Statistics by layer of two that Megatron both calls number 1: one of two layers, and one that predicts further
+    tokens, all of whose choices tie."""
+    of_config = configured(2, **OPTIONS, mtp_num_layers=1)
+    megatron_patches.apply(router_guard="warn")
+    made, seen, honest = [layer(of_config), layer(of_config, is_mtp_layer=True)], {}, router_training.judge
+    for each in made:
+        each(tokens(0))[0].sum().backward()
+    with torch.no_grad():
+        made[1].router.weight.zero_()
+    made[1](tokens(1))[0].sum().backward()
+    router_training.judge = lambda tables: seen.update(honest(tables))
+    try:
+        logged(1, mtp_num_layers=1)
+    finally:
+        router_training.judge = honest
+    megatron_patches.revert()
+    return {number: said["tie_fraction"] for number, said in seen.items()}
 
 
 def ratio(routing_map):

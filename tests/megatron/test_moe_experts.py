@@ -62,6 +62,11 @@ def test_router_guards_inside_training():
     assert said["statistics"] == {"tie_fraction": 0.0, "load_ratio": said["load_of_all_ranks"]}
 
 
+@pytest.mark.skipif(MEGATRON_MINOR < 17, reason="Megatron before 0.17 marks no layer that predicts further tokens")
+def test_router_guards_tell_a_layer_that_predicts_further_tokens_from_the_first():
+    assert run("with_a_layer_that_predicts_further", 2, module="router_programs") == {1: 0.0, 3: 0.5}
+
+
 def test_a_router_of_zeros_trains_with_the_tie_break():
     said = run("tie_broken", 2, module="router_programs")
     assert said["first_ratio"] < 1.6 and said["without"] == 4.0, "8 experts, top-2: all at two of them"
