@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
-from megatron_patches import balance_experts, balance_kernels, balance_push, buffers, graphs, recompute, settings
+from megatron_patches import balance_experts, balance_kernels, balance_push, buffers, graphs, hooks, recompute, settings
 from megatron_patches.balance_arriving import Arriving
 from megatron_patches.manager import HybridEPManager
 from megatron_patches.static_rows import StaticRows, filled
@@ -77,6 +77,7 @@ def check_supported(
     if not grouped:
         refused |= UNSUPPORTED_EXPERTS | (UNSUPPORTED_BY_CLONES if clones else {})
     found = [flag for name, flag in refused.items() if getattr(config, name, None) not in (None, False, "none")]
+    found += hooks.split_weights(config)
     graph = graphs.with_dispatch(config)
     if graph is not None and not (asks_no_host and graphs.of_iterations(config)):
         found.append(f"{graph}, and in a graph of whole iterations exact does with {_NO_HOST}")

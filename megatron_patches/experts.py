@@ -67,7 +67,7 @@ MATRICES = {"weight1": "linear_fc1", "weight2": "linear_fc2"}  # our parameter -
 
 def check_supported(config: TransformerConfig) -> str:
     """The kind of weighted activation; ValueError that names every option these experts do not work with."""
-    found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None)]
+    found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None)] + hooks.split_weights(config)
     modules = {*(getattr(config, "recompute_modules", None) or ()), *(getattr(config, "offload_modules", None) or ())}
     found += [
         f"{name} among --recompute-modules or --offload-modules"

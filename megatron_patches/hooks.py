@@ -204,6 +204,13 @@ def metrics_reduction() -> tuple[ModuleType | type, str]:
     return logging.MoEMetricsTracker, "_sync_metrics"
 
 
+def split_weights(config: Any) -> list[str]:
+    """The flag by which ranks keep parts of each expert's matrices and gather them to multiply, from 0.19 on; [] where
+    they have whole ones. Such a parameter is neither stacked, nor cloned, nor moved."""
+    split = getattr(config, "expert_gtp_weight_remat_size", 1) > 1
+    return ["--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size"] if split else []
+
+
 def layer_number(module: Any) -> int:
     """Number of an MoE layer, or of its router, among all layers of the model, from 1, as Megatron's metrics count.
 

@@ -372,6 +372,7 @@ def refusals(ep):
         ({"after": {"moe_grouped_gemm": True}}, "moe-grouped-gemm"),
         ({"after": {"overlap_moe_expert_parallel_comm": True}}, "overlap-moe"),
         ({"after": {"delay_wgrad_compute": True}}, "delay-wgrad"),
+        ({"after": {"expert_gtp_weight_remat_size": 2}}, "num-weight-shards"),
         ({"after": {"gradient_accumulation_fusion": True}}, "gradient-accumulation-fusion"),
     ):
         with pytest.raises(ValueError, match=flag):

@@ -375,6 +375,7 @@ def refusals():
         {"activation_func": quick_gelu},
         {"activation_func": squared_relu},
         {"delay_wgrad_compute": True},
+        {"expert_gtp_weight_remat_size": 2},  # of 0.19 on
     ):
         changed = dataclasses.replace(config(1))
         for name, value in options.items():

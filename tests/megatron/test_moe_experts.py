@@ -33,7 +33,13 @@ def test_refusals_and_moved_hooks_are_said():
     refused, moved = run("several", 1, ("refusals", "moved"))
     for text, flag in zip(
         refused,
-        ("--disable-bias-linear", "quick_gelu with a gate", "squared_relu with a gate", "--delay-wgrad-compute"),
+        (
+            "--disable-bias-linear",
+            "quick_gelu with a gate",
+            "squared_relu with a gate",
+            "--delay-wgrad-compute",
+            "--expert-tensor-parallel-num-weight-shards",
+        ),
         strict=True,
     ):
         assert flag in text
