@@ -67,7 +67,7 @@ class HybridEPManager:
         buffers.num_nodes(group, self.settings)  # ValueError for a group that straddles nodes unevenly
         self.moe_expert_rank_capacity_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
         self.over_budget = torch.zeros(1, dtype=torch.bool, device=_device())
-        self.pad_multiple = _pad_multiple(config)
+        self.pad_multiple = _pad_multiple(config, self.settings.experts.grouped)
         self.asynchronous = self.settings.exchange.async_finish
         self.last_plan: Any = None
         self.reset_transient_forward_state()
@@ -265,12 +265,15 @@ def _local_pass(config: TransformerConfig) -> dict[str, int]:
     return {name: blocks for name, blocks in wished.items() if blocks is not None}
 
 
-def _pad_multiple(config: TransformerConfig) -> int | None:
+def _pad_multiple(config: TransformerConfig, own_experts: bool) -> int | None:
     """Rows to which an expert's group is padded, or None. Megatron leaves it to the dispatcher since 0.18.
 
     Without fp8, fp4, the grouped kernels of Transformer Engine or its grouped tensors nothing asks for it (0.16 and
-    0.17 answer 16 then).
+    0.17 answer 16 then). own_experts: those of --hybrid-ep-grouped-gemm compute, which take groups of any size, and of
+    these options refuse all but the last: its padding would be rows for nothing, and more than static rows have.
     """
+    if own_experts:
+        return None
     asked = config.fp8 or any(
         getattr(config, name, None) for name in ("fp4", "use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
     )

@@ -155,5 +155,7 @@ def test_the_flag_of_where_clones_may_lie():
 def test_groups_are_padded_for_whoever_asks(monkeypatch, asks):
     """moe_use_grouped_tensor is of Megatron-Core's main branch, whose experts leave padding to the dispatcher."""
     monkeypatch.setattr(manager, "get_align_size_for_quantization", lambda config: 256)
-    assert manager._pad_multiple(types.SimpleNamespace(fp8=None)) is None
-    assert manager._pad_multiple(types.SimpleNamespace(**{"fp8": None, asks: "e4m3"})) == 256
+    assert manager._pad_multiple(types.SimpleNamespace(fp8=None), own_experts=False) is None
+    asking = types.SimpleNamespace(**{"fp8": None, asks: "e4m3"})
+    assert manager._pad_multiple(asking, own_experts=False) == 256
+    assert manager._pad_multiple(asking, own_experts=True) is None, "groups of any size are multiplied"
