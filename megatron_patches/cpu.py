@@ -1,9 +1,9 @@
-"""What Megatron-Core needs of CUDA to run on a CPU with gloo: seven small pieces, for recipes and tests.
+"""What Megatron-Core needs of CUDA to run on a CPU with gloo: eight small pieces, for recipes and tests.
 
 `install()` before the first Megatron import of the process, and never where a GPU is: it refuses there,
 because a model that silently trains on the CPU of a GPU machine is worse than an error. No file of Megatron
 is edited; each piece says what breaks without it. Which pieces a run needs (megatron-core 0.19): allgather
-1 2, alltoall 1-4, flex 1 2 5, Megatron's optimizers also 5 6, megatron-core 0.16 also 7.
+1 2, alltoall 1-4, flex 1 2 5, Megatron's optimizers also 5 6, megatron-core 0.16 also 7, its main branch 8 for MTP.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -216,7 +217,8 @@ def _type_names() -> None:
 
 def _inside_megatron(generator: torch.Generator) -> None:
     """4. alltoall hands c10d split sizes that are lists only when they were CUDA tensors: convert CPU ones
-    too. 7. The router of 0.16 names a Transformer Engine function it has not imported. And the rest of 1."""
+    too. 7. The router of 0.16 names a Transformer Engine function it has not imported. 8: see `_name_classes`. And the
+    rest of 1."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     tokens = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -234,3 +236,13 @@ def _inside_megatron(generator: torch.Generator) -> None:
     _replace(tokens, maybe_move_tensor_to_cpu=maybe_move_tensor_to_cpu)
     if not hasattr(utils, "te_general_gemm"):
         _replace(utils, te_general_gemm=None)
+    _name_classes(importlib.import_module("megatron.core.tensor_parallel.inference_layers"))
+
+
+def _name_classes(layers: ModuleType) -> None:
+    """8. The main branch (0.20) asks of MTP's linear whether it is one of two layers for inference. Without Transformer
+    Engine their names hold stand-ins, of which isinstance() raises: classes that nothing is take their place."""
+    if hasattr(layers, "is_inference_column_parallel_linear"):
+        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+            if not isinstance(getattr(layers, name, None), type):
+                _replace(layers, **{name: type(name, (), {})})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import types
+from unittest import mock
 
 import pytest
+import torch
 
 from hybrid_ep.balance import MicrobatchOptions
-from megatron_patches import buffers, flags, manager, settings
+from megatron_patches import buffers, cpu, flags, manager, settings
 from megatron_patches.patch_set import PatchSet
 
 pytestmark = pytest.mark.version_free
@@ -159,3 +161,23 @@ def test_groups_are_padded_for_whoever_asks(monkeypatch, asks):
     asking = types.SimpleNamespace(**{"fp8": None, asks: "e4m3"})
     assert manager._pad_multiple(asking, own_experts=False) == 256
     assert manager._pad_multiple(asking, own_experts=True) is None, "groups of any size are multiplied"
+
+
+def test_names_that_hold_no_class_without_transformer_engine_get_one():
+    """Megatron-Core's main branch asks MTP's linear for its class; releases that do not ask keep what they have."""
+
+    def asks(module):
+        return isinstance(module, (layers.InferenceColumnParallelLinear, layers.InferenceLayerNormColumnParallelLinear))
+
+    names = {
+        "InferenceColumnParallelLinear": mock.MagicMock(),
+        "InferenceLayerNormColumnParallelLinear": torch.nn.Bilinear,
+    }
+    layers = types.SimpleNamespace(**names, is_inference_column_parallel_linear=asks)
+    linear, older = torch.nn.Linear(1, 1), types.SimpleNamespace(**names)
+    with pytest.raises(TypeError):
+        asks(linear)
+    for each in (layers, older):
+        cpu._name_classes(each)
+    assert not asks(linear) and asks(torch.nn.Bilinear(1, 1, 1))
+    assert vars(older) == names
