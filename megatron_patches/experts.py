@@ -55,6 +55,8 @@ UNSUPPORTED = {
     "fp4": "--fp4-format",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
     "use_te_activation_func": "--use-te-activation-func",
+    "activation_func_fp8_input_store": "activation_func_fp8_input_store",
+    "moe_paged_stash": "--moe-paged-stash",
     "use_kitchen": "--use-kitchen",
     "activation_func_clamp_value": "--activation-func-clamp-value",
     "glu_linear_offset": "--glu-linear-offset",

@@ -376,6 +376,7 @@ def refusals():
         {"activation_func": squared_relu},
         {"delay_wgrad_compute": True},
         {"expert_gtp_weight_remat_size": 2},  # of 0.19 on
+        {"activation_func_fp8_input_store": True, "moe_paged_stash": True},
     ):
         changed = dataclasses.replace(config(1))
         for name, value in options.items():

@@ -39,6 +39,7 @@ def test_refusals_and_moved_hooks_are_said():
             "squared_relu with a gate",
             "--delay-wgrad-compute",
             "--expert-tensor-parallel-num-weight-shards",
+            "activation_func_fp8_input_store, --moe-paged-stash",
         ),
         strict=True,
     ):
