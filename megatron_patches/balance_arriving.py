@@ -233,10 +233,13 @@ class ArrivingMatrix:
 
 
 class Push(torch.autograd.Function):
-    """Owner parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their owners."""
+    """Owner parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their owners, which all
+    ranks do or none. anchor: requires gradients where no parameter here does and other ranks' do."""
 
     @staticmethod
-    def forward(ctx: Any, arriving: Arriving, *owners: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, arriving: Arriving, anchor: torch.Tensor | None, *owners: torch.nn.Parameter
+    ) -> tuple[torch.Tensor, ...]:
         ctx.arriving = arriving
         ctx.set_materialize_grads(False)  # most have been handed over before
         # .data: the slots are refilled under the graph on purpose, CloneExperts._unpack knows.
@@ -244,7 +247,7 @@ class Push(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.arriving.home(gradients)
+        return None, None, *ctx.arriving.home(gradients)
 
 
 class Refill(torch.autograd.Function):
@@ -262,13 +265,16 @@ class Refill(torch.autograd.Function):
 
 
 def fp32_main_grad(owner: torch.nn.Parameter) -> torch.Tensor | None:
-    """Megatron's gradient of a parameter, where that is fp32."""
-    total = getattr(owner, "main_grad", None)
+    """Megatron's gradient of a parameter that is trained, where that is fp32."""
+    total = getattr(owner, "main_grad", None) if owner.requires_grad else None
     return total if total is not None and total.dtype == torch.float32 else None
 
 
 def left_for_autograd(owner: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor | None:
-    """An fp32 sum beside main_grad: added to one of another type, or given to autograd in the parameter's."""
+    """An fp32 sum beside main_grad: added to one of another type, or given to autograd in the parameter's. None of a
+    parameter that is frozen, whose main_grad would move it."""
+    if not owner.requires_grad:
+        return None
     main_grad: torch.Tensor | None = getattr(owner, "main_grad", None)
     if total is not None and main_grad is not None:
         main_grad.add_(total)

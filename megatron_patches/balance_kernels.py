@@ -147,13 +147,13 @@ class KernelCloneExperts(CloneExperts):
 
     def start_home(self, work: Any, gradients: Sequence[torch.Tensor]) -> Homeward:
         """As the base class. Without main_grad in fp32 the host reads the plan: autograd is to get gradients of those
-        parameters alone whose experts have clones."""
+        parameters alone whose experts have clones. What comes for frozen ones goes nowhere."""
         weights = self.weights
         for stack, gradient in zip(self.spares.gradients, gradients, strict=True):
             stack.copy_(gradient)
         sums = {owner: fp32_main_grad(owner) for owner in weights.owners}
-        left = [owner for owner, total in sums.items() if total is None]
-        made = {owner: torch.zeros_like(owner, dtype=torch.float32) for owner in left}
+        made = {owner: torch.zeros_like(owner, dtype=torch.float32) for owner, total in sums.items() if total is None}
+        left = [owner for owner in made if owner.requires_grad]
         totals = {owner: made[owner] if total is None else total for owner, total in sums.items()}
         targets = []
         for slot in range(weights.num_owners):

@@ -205,6 +205,25 @@ class Mover:
         shard = self._shard(piece.layer, slot, piece.matrix)
         return shard.tensors[piece.name][piece.first - shard.start : piece.last - shard.start]
 
+    def check_trained(self) -> None:
+        """ValueError, on all ranks of the grid, where some experts of a layer are frozen and others are not: parameters
+        say that, and an expert would be trained or not as the slot is that it comes to. Collective."""
+        trained = []
+        for layer in self.layers:
+            weights = layer.weights
+            for n in range(len(weights.sizes)):
+                trained.append([weights.place(slot, n)[0].requires_grad for slot in range(weights.num_owners)])
+        said = self._least([all(some) for some in trained] + [not any(some) for some in trained])
+        alike = [said[i] or said[len(trained) + i] for i in range(len(trained))]
+        if not all(alike):
+            matrices = len(trained) // len(self.layers)
+            mixed = sorted({i // matrices for i, same in enumerate(alike) if not same})
+            raise ValueError(
+                f"--hybrid-ep-balance slow moves experts between parameters, and in MoE layers "
+                f"{mixed} some are frozen (requires_grad) and others are not: freeze all of a layer's experts, or "
+                "none, on all ranks, or give --hybrid-ep-balance exact"
+            )
+
     def begin(self, changes: Mapping[int, Placement]) -> Move:
         """changes: dict layer -> expert_of_slot, equal on all ranks. Collective over the grid, at a step boundary.
 
@@ -238,8 +257,12 @@ class Mover:
         return move.stage()
 
     def _all_agree(self, ready: bool) -> bool:
-        vote = torch.tensor([int(ready)], device=next(self.layers[0].experts.parameters()).device, dtype=torch.int64)
+        return self._least([ready]) == [True]
+
+    def _least(self, said: Sequence[bool]) -> list[bool]:
+        """What all ranks of the grid say, one by one."""
+        vote = torch.tensor(said, device=next(self.layers[0].experts.parameters()).device, dtype=torch.int64)
         for group in (self.ep, self.edp):  # the minimum over rows, then over columns: over the grid
             work = dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group, async_op=True)
             balance_push.wait_for([work], "vote on moved experts", dist.get_rank())
-        return bool(vote.item())
+        return [bool(one) for one in vote.tolist()]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hybrid_ep.balance.relays import relays
 from hybrid_ep.errors import DeadlineError
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from megatron_patches import settings
 from megatron_patches.balance_arriving import Homeward, Push, Pushed, Refill, SlotUse, fp32_main_grad
 from megatron_patches.balance_relay import Rails, Straight
@@ -159,6 +160,7 @@ class CloneExperts:
         self.number, self.doubts = self.use.next_number(), 0
         self.ranks_per_node = self.group.size() // manager.planner.options.num_nodes
         self.straight = sum(self.weights.sizes) * self.stacks[0].element_size() < RAILS_FROM_BYTES
+        self._some_train: bool | None = None  # of any rank's experts of this layer, once that is known
 
     def make_stacks(self) -> tuple[list[torch.Tensor], SlotUse]:
         """[slots, *shape] for every matrix, in one storage, and who has them."""
@@ -214,11 +216,22 @@ class CloneExperts:
             arriving.without_clones()
             owners = int(tokens_per_expert[: self.weights.num_owners].sum())
             return self.weights.forward(rows[:owners], tokens_per_expert[: self.weights.num_owners], probs[:owners])
-        stacks = Push.apply(arriving, *self.weights.owners)
+        stacks = Push.apply(arriving, self._anchor(), *self.weights.owners)
         in_slots = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         output, bias = self.weights.run(rows, tokens_per_expert, probs, stacks, in_slots, arriving)
         arriving.wait()  # where nothing was computed with them
         return Refill.apply(arriving, output), bias
+
+    def _anchor(self) -> torch.Tensor | None:
+        """What has this rank's backward bring clones' gradients home although all experts here are frozen: others wait
+        for them where any rank's are trained. Ranks ask each other once, in a layer's first forward with gradients."""
+        if not torch.is_grad_enabled():
+            return None
+        mine = any(owner.requires_grad for owner in self.weights.owners)
+        if self._some_train is None:
+            meet = Rendezvous(GroupView.of(self.group), settings.current().exchange.timeout_s or DEFAULT_TIMEOUT_S)
+            self._some_train = any(meet.exchange("trained experts", mine))
+        return self.stacks[0].new_empty(0).requires_grad_() if self._some_train > mine else None
 
     def may_clone(self, plan: MicrobatchPlan) -> bool:
         """Whether to run the clones, the same on all ranks."""

@@ -70,6 +70,8 @@ class Migrator:
         """Tell it that an optimizer step has been made. Collective over the expert ranks of the stage."""
         if not self.layers:
             return
+        if self.steps == 0:
+            self._mover_of_layers().check_trained()  # and not when the interval is over
         self.steps += 1
         self.window.advance()
         if self.steps % self.settings.interval == 0 and not self.pending:  # or the last layers never move
@@ -103,11 +105,16 @@ class Migrator:
         if not changes:
             return
         self.finish()
+        mover, current = self._mover_of_layers(), self.current
+        mover.check_trained()
+        self.under_way = mover.begin(changes)
+        self.moved += sum(int((np.asarray(new) != current[layer]).sum()) for layer, new in changes.items())
+
+    def _mover_of_layers(self) -> Mover:
+        """The mover. Collective where there is none yet."""
         if self.mover is None:
             self.mover = Mover(self.layers, self.states)
-        current = self.current
-        self.under_way = self.mover.begin(changes)
-        self.moved += sum(int((np.asarray(new) != current[layer]).sum()) for layer, new in changes.items())
+        return self.mover
 
     def finish(self) -> None:
         """Put in force what is under way. Local. DeadlineError when a rank did not send."""

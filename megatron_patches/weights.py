@@ -152,10 +152,14 @@ class LayerWeights:
 
     def __init__(self, group: GroupWeights, experts: GroupedExperts) -> None:
         self.group, self.experts, self.plain_forward = group, experts, experts.forward
-        self.owners: list[torch.nn.Parameter] = [experts.weight1, experts.weight2]
         self.chosen: bool | None = None
         self.number = -1
         experts.register_load_state_dict_post_hook(lambda module, keys: group.changed())
+
+    @property
+    def owners(self) -> list[torch.nn.Parameter]:
+        """The experts' parameters, as they are now."""
+        return [self.experts.weight1, self.experts.weight2]
 
     def travels(self, config: TransformerConfig, hidden_states: torch.Tensor) -> bool:
         """Whether weights travel here. The first call of the group's layers decides, and is collective."""

@@ -72,7 +72,7 @@ class Layer:
         work = 10 * self.number + micro_batch
         replayed = work in self.plans
         arriving = self.push = Arriving(self, work, self.plans.setdefault(work, object()), replayed)
-        (stack,) = Push.apply(arriving, self.parameter)
+        (stack,) = Push.apply(arriving, None, self.parameter)
         return Refill.apply(arriving, Product.apply(x, stack, arriving))
 
 

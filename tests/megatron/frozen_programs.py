@@ -1,0 +1,113 @@
+"""What the ranks do in the tests of experts that are frozen, or whose parameters are replaced: the layers of the
+balancer's tests, in whole numbers, against the same layers without balancing and with tokens that move."""
+
+import slow_programs
+import torch
+from balance_programs import Layers, batch, equal, integers, like_ddp
+from rank_programs import initialize
+
+import megatron_patches
+from megatron_patches import weights
+
+# With single experts and stacked ones, whoever pushes, and weights that travel.
+ASKED = (
+    {"balance": "exact", "spare_slots": 2},
+    {"balance": "exact", "spare_slots": 2, "balance_push": "torch"},
+    {"balance": "exact", "spare_slots": 2, "grouped_gemm": True},
+    {"balance": "exact", "spare_slots": 1, "grouped_gemm": True, "balance_push": "torch"},
+    {"move": "weights", "grouped_gemm": True},
+)
+
+
+def gradients(layers, micro_batches=2):
+    """Of a step, by logical expert, and of its last input; in main_grad where there is one."""
+    for number in range(1, 1 + micro_batches):
+        hidden, maps, probs = batch(number, torch.distributed.get_rank())
+        out = layers.forward(hidden.requires_grad_(), maps, probs.requires_grad_())
+        (out * integers(out.shape, number)).sum().backward()
+    weights.bring_home()
+
+    def read(parameter):
+        found = getattr(parameter, "main_grad", parameter.grad)
+        return torch.zeros_like(parameter) if found is None else found
+
+    return [*layers.everywhere(read), hidden.grad, probs.grad]
+
+
+def differing(ep, prepare):
+    """Those of ASKED whose gradients are not those of off. prepare(layers): what is done to them before the step."""
+    groups, found = initialize(ep), []
+    for asked in ASKED:
+        results = []
+        for given in ({"grouped_gemm": asked.get("grouped_gemm", False)}, asked):
+            megatron_patches.apply(ranks_per_node=ep, timeout_s=10.0, **given)
+            layers = Layers(groups, ep)
+            prepare(layers)
+            results.append(gradients(layers))
+            megatron_patches.revert()
+        if not equal(*results):
+            found.append(asked)
+    return found
+
+
+def experts_of_one_rank(ep):
+    """Rank 0's experts are frozen, and those of the others are trained, by tokens of rank 0 as well."""
+
+    def prepare(layers):
+        for parameter in layers.parameters():
+            parameter.requires_grad_(torch.distributed.get_rank() > 0)
+
+    return differing(ep, prepare)
+
+
+def behind_ddp(ep):
+    """The first matrices are frozen when they have a main_grad already, which must stay as it is."""
+
+    def prepare(layers):
+        like_ddp(layers.parameters(), [])
+        for _, experts in layers.pairs:
+            for name, parameter in experts.named_parameters():
+                parameter.requires_grad_(not ("fc1" in name or name == "weight1"))
+
+    return differing(ep, prepare)
+
+
+def replaced(ep):
+    """A layer loads with assign=True, and another is tied to it: both have other Parameter objects than when they were
+    built."""
+
+    def prepare(layers):
+        (_, first), (_, second) = layers.pairs
+        state = {name: value.sign() for name, value in first.state_dict().items() if torch.is_tensor(value)}
+        first.load_state_dict(state, assign=True, strict=False)
+        for path, parameter in first.named_parameters():
+            module, _, name = path.rpartition(".")
+            setattr(second.get_submodule(module), name, parameter)
+
+    return differing(ep, prepare)
+
+
+def slow(ep, frozen):
+    """What two training steps with slow balancing say where experts are frozen: "some" of rank 0, or "all" first
+    matrices, whose move changes no bit."""
+    slow_programs.initialize(ep)
+    put = slow_programs.set_weights_by_name
+
+    def put_and_freeze(model, config):
+        put(model, config)
+        for name, parameter in model.named_parameters():
+            some = torch.distributed.get_rank() == 0 and "experts.0." in name
+            if some if frozen == "some" else "experts" in name and "fc1" in name:
+                parameter.requires_grad_(False)
+
+    slow_programs.set_weights_by_name = put_and_freeze
+    try:
+        how = {"distributed": False, "steps": 2}
+        forced = {"plan_with": slow_programs.shuffled(1)} if frozen == "all" else {}
+        moved = slow_programs.train(ep, "slow", **forced, **how)
+        return slow_programs.difference(slow_programs.train(ep, **how), moved)
+    except ValueError as error:
+        return str(error)
+    finally:
+        slow_programs.set_weights_by_name = put
+        megatron_patches.revert()

@@ -1,0 +1,33 @@
+"""Balancing and weights that travel with experts that are not trained, and with parameters that were replaced."""
+
+import parity_world
+import pytest
+from test_dispatcher import Program
+
+pytestmark = pytest.mark.version_free
+
+
+def run(name, num_ranks, *arguments):
+    return parity_world.run_world(Program(name, "frozen_programs"), num_ranks, arguments, timeout_s=150)
+
+
+def test_gradients_go_home_from_a_rank_whose_own_experts_are_frozen():
+    assert run("experts_of_one_rank", 2, 2) == [[], []]
+
+
+def test_main_grad_of_a_frozen_matrix_stays_as_it_is():
+    assert run("behind_ddp", 2, 2) == [[], []]
+
+
+def test_parameters_that_are_replaced_behind_the_building_are_those_that_travel():
+    assert run("replaced", 2, 2) == [[], []]
+
+
+def test_slow_balancing_refuses_a_layer_of_which_some_experts_are_trained():
+    """An expert would be trained or not as the parameter is that it comes to. At the first step, on all ranks."""
+    for said in run("slow", 2, 2, "some"):
+        assert "in MoE layers [0, 1] some are frozen (requires_grad)" in said and "freeze all of a layer's" in said
+
+
+def test_slow_balancing_moves_matrices_that_are_frozen_everywhere():
+    assert run("slow", 2, 2, "all") == [None, None]
