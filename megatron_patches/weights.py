@@ -30,12 +30,12 @@ from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
 from megatron_patches import graphs, settings, weights_choice
 from megatron_patches.experts import GroupedExperts
 from megatron_patches.manager import HybridEPManager
+from megatron_patches.weights_autograd import FetchAgain, Through, Travelled, Use, anchor
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from hybrid_ep.weights import Fetched
     from megatron_patches.patch_set import Replace
 
 # attribute of TransformerConfig -> the flag that sets it: what does not work with travelling weights, refused when set.
@@ -179,11 +179,14 @@ class LayerWeights:
         prefetcher.store.check_unchanged(self.number, self.owners)
         there = prefetcher.acquire(self.number)
         try:
-            rows, probs, *stacks = _Travelled.apply(self, there, rows, probs, *self.owners)
+            use = Use(self)
+            asked = anchor(rows, probs, *self.owners)
+            rows, probs = Through.apply(use, asked, rows, probs)
+            stacks = Travelled.apply(use, there, asked, *self.owners)
             further = list(zip(stacks[::2], stacks[1::2], strict=True))
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 output, bias = self.plain_forward(rows, tokens_per_expert, probs, further=further)
-            return _FetchAgain.apply(self, output), bias
+            return FetchAgain.apply(use, output), bias
         finally:
             again = torch._C._current_graph_task_id() != -1  # recomputed in the backward, whose way it goes
             prefetcher.release(self.number, backward=again, training=self.experts.training)
@@ -197,52 +200,6 @@ class LayerWeights:
         return packed if isinstance(packed, torch.Tensor) else self.group.prefetcher.at(packed)
 
 
-def _places(there: Fetched) -> list[list[torch.Tensor]]:
-    """[matrix 0, matrix 1] of every place where further experts are."""
-    return [list(place) for place in (there.kept, there.fetched) if len(place[0])]
-
-
-class _Travelled(torch.autograd.Function):
-    """rows, probs and the owners -> rows, probs, and the stacks of other homes' experts, whose gradients its backward
-    puts with those that go home. It runs behind all that reads the layer's weights."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        layer: LayerWeights,
-        there: Fetched,
-        rows: torch.Tensor,
-        probs: torch.Tensor,
-        *owners: torch.nn.Parameter,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.layer, ctx.num_owners = layer, len(owners)
-        return rows.view_as(rows), probs.view_as(probs), *(stack for place in _places(there) for stack in place)
-
-    @staticmethod
-    def backward(
-        ctx: Any, rows: torch.Tensor, probs: torch.Tensor, *stacks: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        layer: LayerWeights = ctx.layer
-        layer.group.prefetcher.store.add_gradients(layer.number, [stacks[0::2], stacks[1::2]])
-        layer.group.release_again(layer.number)
-        layer.group.has_gradients = True
-        return None, None, rows, probs, *[None] * ctx.num_owners
-
-
-class _FetchAgain(torch.autograd.Function):
-    """The identity. Backward: the layer's weights are there again before the experts' backward reads them."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: LayerWeights, output: torch.Tensor) -> torch.Tensor:
-        ctx.layer = layer
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.layer.group.fetch_again(ctx.layer.number)
-        return None, gradient
-
-
 class GroupWeights:
     """The layers of one expert-parallel group whose experts travel, in the order in which they were built."""
 
@@ -251,7 +208,7 @@ class GroupWeights:
         self.layers: list[LayerWeights] = []
         self.has_gradients = False
         self._fresh = False  # what is published is what the owners hold
-        self._fetched_again: list[int] = []  # layers, for backwards that have not come to their end
+        self._fetched_again: list[Use] = []  # by backwards that have not come to their end
         self._prefetcher: WeightPrefetcher | None = None
 
     def add(self, experts: GroupedExperts) -> LayerWeights:
@@ -340,15 +297,16 @@ class GroupWeights:
             self._fresh = True
         return self.prefetcher
 
-    def fetch_again(self, number: int) -> None:
+    def fetch_again(self, use: Use) -> None:
         """A layer's weights, for its backward."""
-        self.prefetcher.acquire(number)
-        self._fetched_again.append(number)
+        self.prefetcher.acquire(use.layer.number)
+        self._fetched_again.append(use)
 
-    def release_again(self, number: int) -> None:
-        """When that backward is through with them."""
-        self._fetched_again.remove(number)
-        self.prefetcher.release(number, backward=True)
+    def release_again(self, use: Use) -> None:
+        """When that backward is through with them, which several may notice."""
+        if use in self._fetched_again:
+            self._fetched_again.remove(use)
+            self.prefetcher.release(use.layer.number, backward=True)
 
     def _let_go(self) -> None:
         """Of layers whose backward an error ended half-way: nobody reads them any more."""

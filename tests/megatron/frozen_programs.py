@@ -19,12 +19,16 @@ ASKED = (
 )
 
 
-def gradients(layers, micro_batches=2):
-    """Of a step, by logical expert, and of its last input; in main_grad where there is one."""
+def gradients(layers, micro_batches=2, inputs_first=False):
+    """Of a step, by logical expert, and of its last input; in main_grad where there is one. inputs_first: gradients of
+    inputs alone are asked for before each backward."""
     for number in range(1, 1 + micro_batches):
         hidden, maps, probs = batch(number, torch.distributed.get_rank())
         out = layers.forward(hidden.requires_grad_(), maps, probs.requires_grad_())
-        (out * integers(out.shape, number)).sum().backward()
+        loss = (out * integers(out.shape, number)).sum()
+        if inputs_first:
+            torch.autograd.grad(loss, [hidden, probs], retain_graph=True)
+        loss.backward()
     weights.bring_home()
 
     def read(parameter):
@@ -34,7 +38,7 @@ def gradients(layers, micro_batches=2):
     return [*layers.everywhere(read), hidden.grad, probs.grad]
 
 
-def differing(ep, prepare):
+def differing(ep, prepare=lambda layers: None, **how):
     """Those of ASKED whose gradients are not those of off. prepare(layers): what is done to them before the step."""
     groups, found = initialize(ep), []
     for asked in ASKED:
@@ -43,7 +47,7 @@ def differing(ep, prepare):
             megatron_patches.apply(ranks_per_node=ep, timeout_s=10.0, **given)
             layers = Layers(groups, ep)
             prepare(layers)
-            results.append(gradients(layers))
+            results.append(gradients(layers, **how))
             megatron_patches.revert()
         if not equal(*results):
             found.append(asked)
@@ -85,6 +89,11 @@ def replaced(ep):
             setattr(second.get_submodule(module), name, parameter)
 
     return differing(ep, prepare)
+
+
+def of_inputs_alone(ep):
+    """Gradients that torch.autograd.grad makes of inputs are none of the parameters'."""
+    return differing(ep, inputs_first=True)
 
 
 def slow(ep, frozen):

@@ -1,4 +1,5 @@
-"""Balancing and weights that travel with experts that are not trained, and with parameters that were replaced."""
+"""Balancing and weights that travel where not all experts are trained, where parameters were replaced, and where only
+gradients of inputs are asked for."""
 
 import parity_world
 import pytest
@@ -21,6 +22,10 @@ def test_main_grad_of_a_frozen_matrix_stays_as_it_is():
 
 def test_parameters_that_are_replaced_behind_the_building_are_those_that_travel():
     assert run("replaced", 2, 2) == [[], []]
+
+
+def test_gradients_of_inputs_alone_bring_none_of_experts_home():
+    assert run("of_inputs_alone", 2, 2) == [[], []]
 
 
 def test_slow_balancing_refuses_a_layer_of_which_some_experts_are_trained():

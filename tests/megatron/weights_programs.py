@@ -48,7 +48,7 @@ def mutants(ep):
     groups = initialize(ep)
     megatron_patches.apply(ranks_per_node=1, grouped_gemm=True)
     tokens, _ = train(groups, ep)
-    add, travelled, again = weights._add, weights._Travelled, weights._FetchAgain
+    add, travelled, again = weights._add, weights.Travelled, weights.FetchAgain
     backward, forward = travelled.backward, weights.GroupWeights.changed
 
     def doubled(owner, parts):
@@ -58,11 +58,11 @@ def mutants(ep):
     def one_less(owner, parts):
         add(owner, parts[1:])
 
-    def lost(ctx, rows, probs, *stacks):
-        return backward(ctx, rows, probs, *(torch.zeros_like(stack) for stack in stacks))
+    def lost(ctx, *stacks):
+        return backward(ctx, *(torch.zeros_like(stack) for stack in stacks))
 
-    def other_order(ctx, rows, probs, *stacks):
-        return backward(ctx, rows, probs, *(stack.flip(0) for stack in stacks))
+    def other_order(ctx, *stacks):
+        return backward(ctx, *(stack.flip(0) for stack in stacks))
 
     missed = []
     for name, owner, attribute, broken in (
@@ -188,7 +188,7 @@ def stopped_backward(ep):
     layers = Layers(groups, ep)
     hidden, maps, probs = batch(1, groups.ep.rank())
     hidden.requires_grad_()
-    backward = weights._Travelled.backward
+    backward = weights.Travelled.backward
 
     def step():
         for parameter in layers.parameters():
@@ -207,10 +207,10 @@ def stopped_backward(ep):
                 raise ZeroDivisionError("a backward ends here")
             return backward(ctx, *gradients)
 
-        weights._Travelled.backward = staticmethod(stops)
+        weights.Travelled.backward = staticmethod(stops)
         with pytest.raises(ZeroDivisionError):
             layers.forward(hidden, maps, probs).sum().backward()
-        weights._Travelled.backward = staticmethod(backward)
+        weights.Travelled.backward = staticmethod(backward)
         return calls
 
     clean = step()
