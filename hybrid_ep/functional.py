@@ -88,13 +88,18 @@ def dispatch_with_permute(
 
     dispatch_dtype: "fp8", "mxfp8" or "nvfp4" sends hidden quantised (hybrid_ep.payload.quantize) and returns the rows
     dequantised, in hidden's dtype; None or "bf16" sends it as it is. Gradients pass straight through the rounding and
-    travel unquantised. ValueError with a scaling_factor, for hidden is quantised already then; with async_finish=True,
-    for rows are dequantised as soon as they are here.
+    travel unquantised. ValueError with a hidden of integers or of 8 bits; with a scaling_factor, for hidden is
+    quantised already then; with async_finish=True, for rows are dequantised as soon as they are here.
 
     num_of_tokens_per_rank: by which a buffer with latency_tokens chooses the latency path, for all calls of a step;
     ValueError inside torch.compile, which takes the other."""
     _require_rows(hidden, "num_tokens")
     if quantize.format_of(dispatch_dtype, hidden.shape[1]):
+        if not hidden.is_floating_point() or hidden.element_size() < 2:
+            raise ValueError(
+                f"hidden has dtype {hidden.dtype}, and dispatch_dtype={dispatch_dtype!r} would round it; give "
+                "bfloat16, float16 or float32, or leave dispatch_dtype out"
+            )
         if scaling_factor is not None:
             raise ValueError(
                 f"dispatch_dtype={dispatch_dtype!r} quantises hidden, but scaling_factor says that it is "

@@ -227,6 +227,7 @@ class ExactManager(SlowManager):
         """As the base class, after planning: rows arrive for owners first, then for the clones on this rank."""
         if self.clones is None:
             raise RuntimeError("exact balancing has no experts to clone: call attach(experts) after building the layer")
+        self.clones.check_type()
         self.settle()
         routing_map, probs = self.routed()
         self._record(routing_map)

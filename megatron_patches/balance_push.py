@@ -169,6 +169,16 @@ class CloneExperts:
         shapes = [(self.num_slots, *shape) for shape in self.weights.shapes]
         return [part.view(shape) for part, shape in zip(slots.split(sizes), shapes, strict=True)], use
 
+    def check_type(self) -> None:
+        """ValueError where experts have been converted since the layer was built: slots have the type of that time."""
+        now, then = self.weights.place(0, 0)[0].dtype, self.stacks[0].dtype
+        if now != then:
+            raise ValueError(
+                f"the experts' weights are {now}, and --hybrid-ep-balance {self.manager.settings.balance.mode} has "
+                f"made spare slots of {then}, which they were when their layer was built: build it in the type that "
+                "trains (params_dtype), and do not convert it"
+            )
+
     def owner_slot(self, expert: int) -> int:
         """Local owner slot of a logical expert that lives here."""
         return self.manager.owners.slot_of[expert] - self.group.rank() * self.weights.num_owners

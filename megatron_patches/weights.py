@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
+from hybrid_ep.errors import HybridEPError
 from hybrid_ep.runtime import devices
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
 from hybrid_ep.runtime.options import asked_executor
@@ -176,7 +177,16 @@ class LayerWeights:
         if not self.chosen:
             return self.plain_forward(rows, tokens_per_expert, probs)
         prefetcher = self.group.ready()
-        prefetcher.store.check_unchanged(self.number, self.owners)
+        try:
+            prefetcher.store.check_unchanged(self.number, self.owners)
+        except HybridEPError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error}. With Megatron's DDP that happens behind its finish_grad_sync; where weights change "
+                "otherwise, or a forward ran between that and the step, call megatron_patches.weights.changed(), and "
+                "where another wrapper trains, megatron_patches.weights.bring_home() behind the last backward of a step"
+            ) from None
         there = prefetcher.acquire(self.number)
         try:
             use = Use(self)

@@ -50,6 +50,11 @@ class Call(NamedTuple):
         if pad_multiple is not None:
             pad = validation.integer("pad_multiple", pad_multiple, 0, most=validation.MOST_PADDING) or 1
         if non_blocking and routed and (budget is None or budget % pad):
+            if budget is None:
+                raise ValueError(
+                    "num_permuted_tokens=None with non_blocking=True, where nobody learns how many rows there are; "
+                    "give the static number of rows, or non_blocking=False"
+                )
             raise ValueError(
                 f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "
                 "when non_blocking=True; it is the static number of rows"

@@ -1,6 +1,7 @@
 """What the ranks do in the tests of experts that are frozen, or whose parameters are replaced: the layers of the
 balancer's tests, in whole numbers, against the same layers without balancing and with tokens that move."""
 
+import pytest
 import slow_programs
 import torch
 from balance_programs import Layers, batch, equal, integers, like_ddp
@@ -94,6 +95,46 @@ def replaced(ep):
 def of_inputs_alone(ep):
     """Gradients that torch.autograd.grad makes of inputs are none of the parameters'."""
     return differing(ep, inputs_first=True)
+
+
+def converted(ep):
+    """What layers that were converted behind their building say, and whether they work when they are converted back."""
+    groups, said = initialize(ep), []
+    for grouped, push in ((False, "kernels"), (False, "torch"), (True, "torch")):
+        megatron_patches.apply(
+            ranks_per_node=ep, timeout_s=10.0, balance="exact", grouped_gemm=grouped, balance_push=push
+        )
+        layers = Layers(groups, ep)
+        clean = gradients(layers)
+        for parameter in layers.parameters():
+            parameter.grad = None
+        for dtype in (torch.bfloat16, torch.float32):
+            for _, experts in layers.pairs:
+                experts.to(dtype)
+            if dtype == torch.bfloat16:
+                with pytest.raises(ValueError, match="params_dtype") as raised:
+                    gradients(layers)
+                said.append(str(raised.value))
+        assert equal(gradients(layers), clean)
+        megatron_patches.revert()
+    return said
+
+
+def changed_unseen(ep):
+    """What a forward says of weights that travel, and that a step of one's own has changed."""
+    groups = initialize(ep)
+    megatron_patches.apply(ranks_per_node=ep, timeout_s=10.0, move="weights", grouped_gemm=True)
+    layers = Layers(groups, ep)
+    hidden, maps, probs = batch(1, torch.distributed.get_rank())
+    layers.forward(hidden, maps, probs)
+    for parameter in layers.parameters():
+        parameter.data += 1
+    with pytest.raises(RuntimeError, match="have changed since they were published") as raised:
+        layers.forward(hidden, maps, probs)
+    weights.changed()
+    layers.forward(hidden, maps, probs)
+    megatron_patches.revert()
+    return str(raised.value)
 
 
 def slow(ep, frozen):

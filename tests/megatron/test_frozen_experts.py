@@ -28,6 +28,16 @@ def test_gradients_of_inputs_alone_bring_none_of_experts_home():
     assert run("of_inputs_alone", 2, 2) == [[], []]
 
 
+def test_experts_that_are_converted_behind_the_building_are_refused_before_anything_is_sent():
+    for said in run("converted", 2, 2):
+        assert len(said) == 3 and all("are torch.bfloat16, and --hybrid-ep-balance exact" in text for text in said)
+
+
+def test_weights_that_changed_unseen_name_the_call_that_says_so():
+    for said in run("changed_unseen", 2, 2):
+        assert "megatron_patches.weights.changed()" in said and "megatron_patches.weights.bring_home()" in said
+
+
 def test_slow_balancing_refuses_a_layer_of_which_some_experts_are_trained():
     """An expert would be trained or not as the parameter is that it comes to. At the first step, on all ranks."""
     for said in run("slow", 2, 2, "some"):

@@ -94,7 +94,7 @@ BAD_CALLS = {
     "num_permuted_tokens below zero": (permute, {"num_permuted_tokens": -1}, ["num_permuted_tokens=-1", "from 0"]),
     "num_permuted_tokens is a fraction": (permute, {"num_permuted_tokens": torch.tensor(2.5)}, ["num_permuted_tokens"]),
     "num_permuted_tokens too small": (permute, {"num_permuted_tokens": 8}, ["num_permuted_tokens=8", "non_blocking"]),
-    "non_blocking without a budget": (permute, {"non_blocking": True}, ["num_permuted_tokens=None", "non_blocking"]),
+    "non_blocking without a budget": (permute, {"non_blocking": True}, ["num_permuted_tokens=None", "static number"]),
     "non_blocking with an odd budget": (
         permute,
         {"non_blocking": True, "num_permuted_tokens": 6},

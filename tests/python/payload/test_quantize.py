@@ -143,3 +143,9 @@ def test_scales_of_the_caller_and_quantising_exclude_each_other():
     x = torch.zeros(1, 128, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="scaling_factor"):
         functional.dispatch_with_permute(None, x, scaling_factor=torch.ones(1, 1), dispatch_dtype="fp8")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e4m3fn])
+def test_integers_and_rows_of_eight_bits_are_not_quantised(dtype):
+    with pytest.raises(ValueError, match=f"hidden has dtype {dtype}, and dispatch_dtype='mxfp8' would round it"):
+        functional.dispatch_with_permute(None, torch.zeros(1, 128).to(dtype), dispatch_dtype="mxfp8")
