@@ -102,8 +102,10 @@ class ExpertStore:
         Every rank calls it, each as soon as it has read the version before for the last time; it waits until the others
         have, too. DeadlineError names a rank that has not. ValueError for weights of other shapes."""
         self.check_usable()
-        own = self.layout.own(self.rank)
-        weights = self._listed(weights)
+        own, lay = self.layout.own(self.rank), self.layout
+        weights = _listed(
+            "weights", weights, f"{lay.num_layers} layers of a tensor for each of {len(lay.shapes)} matrices"
+        )
         wanted = [[(own, *shape) for shape in self.layout.shapes]] * self.layout.num_layers
         given = [[tuple(stack.shape) for stack in layer] for layer in weights]
         if given != wanted or any(stack.dtype != self.layout.dtype for layer in weights for stack in layer):
@@ -123,19 +125,6 @@ class ExpertStore:
         self._own_marks.add()
         self.version += 1
         self.shared.tell(places.PUBLISHED, self.version)
-
-    def _listed(self, weights: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """As they are gone through several times, which a generator is not."""
-        remedy = f"give {self.layout.num_layers} layers of a tensor for each of {len(self.layout.shapes)} matrices"
-        try:
-            listed = [list(layer) for layer in weights]
-        except TypeError:
-            raise ValueError(f"weights is {validation.describe(weights)}; {remedy}") from None
-        for layer, stacks in enumerate(listed):
-            for n, stack in enumerate(stacks):
-                if not isinstance(stack, torch.Tensor):
-                    raise ValueError(f"weights[{layer}][{n}] is {validation.describe(stack)}; {remedy}")
-        return listed
 
     def _own(self, layer: int, n: int) -> torch.Tensor:
         shape = (self.layout.own(self.rank), *self.layout.shapes[n])
@@ -236,8 +225,9 @@ class ExpertStore:
 
         gradients[n]: stacks of matrix n, the experts in this rank's order from the first that is not its own; together
         `[E - own, *shapes[n]]`. Summed in fp32, in the order of the calls. ValueError, before anything is added, for
-        another layer, number of matrices or shape."""
+        another layer, number of matrices or shape, and for what is no dense tensor."""
         self.check_usable()
+        gradients = _listed("gradients", gradients, f"the stacks of each of {len(self.layout.shapes)} matrices")
         self._check_gradients(layer, gradients)
         self._require_here("gradients", [stack for stacks in gradients for stack in stacks])
         if not self._touched:
@@ -368,3 +358,18 @@ class ExpertStore:
         if not self._closed:
             self._closed = True
             self.memory.close(registered, [self._own_marks, self._outbox_marks], self.timeout_s)
+
+
+def _listed(name: str, given: Sequence[Sequence[torch.Tensor]], what: str) -> list[list[torch.Tensor]]:
+    """Dense tensors in lists, for they are gone through several times, which a generator is not. ValueError."""
+    try:
+        listed = [list(stacks) for stacks in given]
+    except TypeError:
+        raise ValueError(f"{name} is {validation.describe(given)}; give {what}") from None
+    for i, stacks in enumerate(listed):
+        for n, stack in enumerate(stacks):
+            if not isinstance(stack, torch.Tensor):
+                raise ValueError(f"{name}[{i}][{n}] is {validation.describe(stack)}; give {what}")
+            if stack.layout != torch.strided:
+                raise ValueError(f"{name}[{i}][{n}] has layout {stack.layout}; give a dense tensor")
+    return listed

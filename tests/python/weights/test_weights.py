@@ -293,6 +293,7 @@ def test_wrong_uses_say_what_is_right():
             (None, "weights is NoneType None; give 3 layers of a tensor for each of 2 matrices"),
             ([*weights[:2], None], "weights is list"),
             ([*weights[:2], [weights[2][0], None]], r"weights\[2\]\[1\] is NoneType None"),
+            ([*weights[:2], [weights[2][0], weights[2][1].to_sparse()]], r"weights\[2\]\[1\] has layout"),
         ):
             with pytest.raises(ValueError, match=text):
                 prefetcher.publish(bad)
@@ -319,6 +320,33 @@ def test_wrong_uses_say_what_is_right():
         prefetcher.close()
 
     VirtualWorld(1, 1).run(run)
+
+
+def test_gradients_that_are_no_dense_tensors_are_refused_before_any_is_added():
+    layout = WeightLayout(4, 2, 1, SHAPES, torch.float32, 2)
+
+    def run(rank, group):
+        store = ExpertStore(group, layout, timeout_s=20)
+        store.open_gradients()
+        ones = [[torch.ones(2, *shape)] for shape in layout.shapes]
+        for bad, text in (
+            (None, "gradients is NoneType None; give the stacks of each of 2 matrices"),
+            ([ones[0], None], "gradients is list"),
+            ([ones[0], [1]], r"gradients\[1\]\[0\] is int 1"),
+            (
+                [ones[0], [ones[1][0].to_sparse()]],
+                r"gradients\[1\]\[0\] has layout torch.sparse_coo; give a dense tensor",
+            ),
+        ):
+            with pytest.raises(ValueError, match=text):
+                store.add_gradients(0, bad)
+        store.add_gradients(0, ones)
+        home = []
+        store.bring_home(lambda layer, n, parts: home.append([part.clone() for part in parts]))
+        store.close()
+        return all(bool((part == 1).all()) for parts in home for part in parts) and len(home)
+
+    assert VirtualWorld(1, 2).run(run) == [2, 2]
 
 
 def test_weights_that_come_from_a_generator_are_published():
