@@ -24,11 +24,11 @@ MAX_GROUPS = 1024  # a program holds all ends in registers
 ROWS_TILE = {"BM": 128, "BN": 256, "BK": 64}
 WEIGHTS_TILE = {"BM": 128, "BN": 256, "BR": 64}
 OPTIONS = {**LAUNCH, "num_warps": 8, "num_stages": 4}
-_BAND = 8  # row tiles that walk the columns together, so that what they read of a weight is still in L2
+BAND_TILES = 8  # row tiles that walk the columns together, so that what they read of a weight is still in L2
 
 
 @triton.jit
-def _in_bands(tile, height, width, BAND: tl.constexpr):
+def in_bands(tile, height, width, BAND: tl.constexpr):
     """(row, column) of a tile of height x width, counted down the columns of one band of rows after the other."""
     band = tile // (BAND * width) * BAND
     rows = tl.minimum(height - band, BAND)
@@ -89,7 +89,7 @@ def _rows_kernel(
         start, end = tl.sum(tl.where(mine, starts, 0)), tl.sum(tl.where(mine, ends, 0))
         height = tl.sum(tl.where(mine, heights, 0))
         within = tile - (tl.sum(tl.where(mine, through, 0)) - height) * columns
-        down, across = _in_bands(within, height, columns, BAND)
+        down, across = in_bands(within, height, columns, BAND)
         row, column = start + down * BM, across * BN
         weight, expert, step = w0_ptr, group, step0
         if STACKS > 1:
@@ -169,7 +169,7 @@ def rows_times_stacks(
     most = (triton.cdiv(num_rows, sizes["BM"]) + min(num_groups - begin, num_rows)) * triton.cdiv(f, sizes["BN"])
     # In turns, kernels that bring weights run beside it: of programs that outlast their SMs' others, some would begin
     # when these end, each with its whole share of the tiles. A program a tile goes to the SM that is free.
-    _rows_kernel[(min(most, _programs(x.device)) if groups is None else max(most, 1),)](
+    _rows_kernel[(min(most, programs(x.device)) if groups is None else max(most, 1),)](
         x,
         *padded,
         offsets,
@@ -185,7 +185,7 @@ def rows_times_stacks(
         STACKS=len(stacks),
         GROUPS=triton.next_power_of_2(num_groups),
         EVEN_K=k % sizes["BK"] == 0,
-        BAND=_BAND,
+        BAND=BAND_TILES,
         **sizes,
         **OPTIONS,
     )
@@ -202,7 +202,7 @@ def weight_gradient(
     _weights_kernel[grid](x, g, offsets, out, first, k, f, **sizes, **OPTIONS)
 
 
-def _programs(device: torch.device) -> int:
+def programs(device: torch.device) -> int:
     """One a multiprocessor: shared memory holds one. Without a GPU (the interpreter) a few, so that each has several
     tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

@@ -25,3 +25,20 @@ def round_to(x, dtype: tl.constexpr):
         quiet_nan = (bits >> 16) | 0x40
         return tl.where(x != x, quiet_nan, nearest).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def e4m3_bits(x):
+    """x fp32, at most 448 in magnitude or NaN -> uint8, the bits of e4m3: to the nearest, ties to even.
+
+    Triton's interpreter errs in its own cast below 2^-9, and GPUs and it agree on this."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (
+        120 << 3
+    )  # exponents are biased by 127, and by 7
+    # Below 2^-6 a unit is 2^-9, which is fp32's at 2^14: a sum with that is rounded to it.
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    rounded = tl.where(magnitude < 0x3C800000, small, normal)
+    rounded = tl.where(magnitude > 0x7F800000, 0x7F, rounded)
+    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
