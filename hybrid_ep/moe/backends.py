@@ -107,16 +107,16 @@ class LoopBackend:
         if out is None:
             out = x.new_empty(x.shape[0], stacks[0].shape[2])
         weights = [weight for stack in stacks for weight in stack]
-        for e, rows in _rows_of(groups, of):
+        for e, rows in rows_of(groups, of):
             torch.mm(x[rows], weights[e], out=out[rows])
         return out
 
     @staticmethod
     def wgrad(x: torch.Tensor, g: torch.Tensor, groups: Groups, of: range | None = None) -> list[torch.Tensor]:
-        made = {i: x.new_zeros(groups.sizes[i], x.shape[1], g.shape[1]) for i in _asked(groups, of)}
+        made = {i: x.new_zeros(groups.sizes[i], x.shape[1], g.shape[1]) for i in asked(groups, of)}
         first = groups.first_group(of)
         weights = [weight for stack in made.values() for weight in stack]
-        for e, rows in _rows_of(groups, of):
+        for e, rows in rows_of(groups, of):
             torch.mm(x[rows].t(), g[rows], out=weights[e - first])
         return list(made.values())
 
@@ -159,7 +159,7 @@ class TorchBackend:
     ) -> torch.Tensor:
         """Of several stacks the first one's product goes over all rows and leaves those of the others to them."""
         parts = list(cls._parts(x, groups))
-        for i in _asked(groups, of):
+        for i in asked(groups, of):
             stack, (first, last, ends) = stacks[i], parts[i]
             if out is None and first == 0 and (last or len(stacks) == 1):
                 out = cls._product(x, stack, ends)
@@ -179,7 +179,7 @@ class TorchBackend:
             _required_grouped_mm()(_dense(x[first:last]).t(), _dense(g[first:last]), offs=ends)
             if last > first
             else x.new_zeros(size, x.shape[1], g.shape[1])
-            for size, (first, last, ends) in (parts[i] for i in _asked(groups, of))
+            for size, (first, last, ends) in (parts[i] for i in asked(groups, of))
         ]
 
     @staticmethod
@@ -209,16 +209,23 @@ class TritonBackend:
     def absence() -> str | None:
         return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
+    @staticmethod
+    def wrong_device(device: torch.device) -> str | None:
+        """None, or why our kernels do not run there."""
+        if device.type != "cuda":
+            return "Triton's kernels need a GPU"
+        if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+            return "its tiles are made for GPUs of compute capability 9.x and 10.x"
+        return None
+
     @classmethod
     def refusal(cls, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
         if why := cls.absence():
             return why
         if dtype not in (torch.bfloat16, torch.float16):
             return f"its kernels take bfloat16 or float16 rows, not {dtype}"
-        if device.type != "cuda":
-            return "Triton's kernels need a GPU"
-        if torch.cuda.get_device_capability(device)[0] not in (9, 10):
-            return "its tiles are made for GPUs of compute capability 9.x and 10.x"
+        if (why := cls.wrong_device(device)) is not None:
+            return why
         _, k, f = shape
         if k * f >= 2**31:
             return f"a weight of {k} x {f} elements is beyond offsets of 32 bits"
@@ -247,8 +254,8 @@ class TritonBackend:
 
         if out is None:
             out = x.new_empty(x.shape[0], stacks[0].shape[2])
-        asked = None if of is None else (groups.first_group(of), groups.past_group(of))
-        triton_grouped.rows_times_stacks(x.contiguous(), stacks, groups.ends, out, asked)
+        some = None if of is None else (groups.first_group(of), groups.past_group(of))
+        triton_grouped.rows_times_stacks(x.contiguous(), stacks, groups.ends, out, some)
         return out
 
     @staticmethod
@@ -257,7 +264,7 @@ class TritonBackend:
 
         x, g, made = x.contiguous(), g.contiguous(), []
         firsts = [0, *accumulate(groups.sizes)]
-        for i in _asked(groups, of):
+        for i in asked(groups, of):
             made.append(x.new_empty(groups.sizes[i], x.shape[1], g.shape[1]))
             if groups.sizes[i]:
                 triton_grouped.weight_gradient(x, g, groups.ends, firsts[i], made[-1])
@@ -376,11 +383,12 @@ def _counts(ends: torch.Tensor) -> list[int]:
     return [end - start for start, end in zip([0, *known[:-1]], known, strict=True)]
 
 
-def _asked(groups: Groups, of: range | None) -> range:
+def asked(groups: Groups, of: range | None) -> range:
+    """The stacks that are computed."""
     return range(len(groups.sizes)) if of is None else of
 
 
-def _rows_of(groups: Groups, of: range | None) -> Iterator[tuple[int, slice]]:
+def rows_of(groups: Groups, of: range | None) -> Iterator[tuple[int, slice]]:
     """(e, its rows as a slice) of the groups of these stacks that have rows."""
     start, asked = 0, range(groups.first_group(of), groups.past_group(of))
     for e, end in enumerate(groups.ends.tolist()):

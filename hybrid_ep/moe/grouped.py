@@ -18,6 +18,7 @@ import torch
 
 from hybrid_ep.moe import checks, padding, probing
 from hybrid_ep.moe.backends import BACKENDS, FLOATS, Backend, Groups
+from hybrid_ep.moe.precisions import backend_of, backends_of
 
 log = logging.getLogger("hybrid_ep.moe")
 _said: set[tuple[Any, ...]] = set()
@@ -52,6 +53,7 @@ def grouped_mm(
     first_rows: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
     arriving: Arrivals | None = None,
+    precision: str = "params",
 ) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
 
@@ -76,6 +78,14 @@ def grouped_mm(
     theirs are handed over as soon as they are made. "te" waits before all. "auto" takes Triton's kernels for it on a
     GPU, whose programs leave SMs to kernels that run beside. Bits are those of the same backend without it.
 
+    precision: "params", products in the dtype of x and w, or "fp8", products of e4m3 values as DeepSeek-V3 trains
+    (arXiv 2412.19437, section 3.3; `hybrid_ep.moe.block_scaled` says it in torch). x, w and the gradient of the result
+    are quantised on the way, with an fp32 scale for 128 values of a row, for 128 x 128 of a weight and, in the weight
+    gradient, for 128 rows of a group; sums are fp32, dtypes are as without. A quantised value is off by at most 1/16 of
+    itself, or 2.2e-6 of the largest of its block: an element by at most 0.13 of its sum of |x| |w|, of normal data by
+    3.7 % (root mean square). A NaN or an infinity makes NaN of all that its block takes
+    part in. "loop", the reference, and "triton" do it; "auto" takes the latter on a GPU that it runs on.
+
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
     first_rows, nothing waits for the device (the first call per device and dtype, which probes, does). Raises
@@ -91,7 +101,7 @@ def grouped_mm(
         _check_arriving(arriving)
     groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
     arriving = arriving if len(stacks) > 1 else None
-    machine = _choose(backend, x, stacks, groups, out is not None, arriving is not None)
+    machine = _choose(backend, x, stacks, groups, out is not None, arriving is not None, precision)
     return _GroupedMM.apply(out, x, groups, machine, tail, arriving, *stacks)
 
 
@@ -237,33 +247,49 @@ def _weight_gradients(
 
 
 def _choose(
-    name: str, x: torch.Tensor, stacks: Sequence[torch.Tensor], groups: Groups, stores: bool, beside: bool = False
+    name: str,
+    x: torch.Tensor,
+    stacks: Sequence[torch.Tensor],
+    groups: Groups,
+    stores: bool,
+    beside: bool = False,
+    precision: str = "params",
 ) -> Machine:
     """(backend, remedy). stores: the result has a place. beside: kernels that bring weights run beside it."""
+    known_backends = backends_of(precision)
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"backend={name!r} is unknown; give 'auto' or one of {', '.join(BACKENDS)}")
+    if name != "auto":
+        backend_of(name, precision)  # ValueError: it makes no such products
     reasons: list[str] = []
     shape = (sum(groups.sizes), *stacks[0].shape[1:])
     waits = len(stacks) > 1 and groups.first_rows is None
-    for candidate in _best(x.device, stores, waits or beside) if name == "auto" else (name,):
-        backend = BACKENDS[candidate]
+    order = (name,) if name != "auto" else _best(x.device, stores, waits or beside, precision)
+    for candidate in order:
+        backend = known_backends[candidate]
         why = backend.refusal(x.device, x.dtype, shape) or backend.objection(stacks, groups)
         if why is None:
-            known = probing.probe(x.device, x.dtype, candidate)
+            known = probing.probe(x.device, x.dtype, candidate, precision)
             if known.remedy != "unusable":
-                _say_once(name, candidate, reasons, x, shape)
+                _say_once(name, candidate, reasons, x, shape, precision)
                 return backend, known.remedy
             why = known.found
         reasons.append(f"{candidate}: {why}")
     raise ValueError(
         f"backend={name!r} cannot multiply {tuple(x.shape)} rows of {x.dtype} on {x.device} by weights "
-        f"{shape}: {'; '.join(reasons)}"
+        f"{shape}{_in(precision)}: {'; '.join(reasons)}"
     )
 
 
-def _best(device: torch.device, stores: bool, waits: bool) -> tuple[str, ...]:
+def _in(precision: str) -> str:
+    return "" if precision == "params" else f" in {precision}"
+
+
+def _best(device: torch.device, stores: bool, waits: bool, precision: str) -> tuple[str, ...]:
     """What "auto" tries, in this order. stores: the result has a place. waits: torch would wait for the device, or take
     all of its SMs while others are to run on some: its kernel's blocks, one an SM, would come in two waves."""
+    if precision == "fp8":
+        return ("loop",) if device.type == "cpu" else ("triton", "loop")
     if device.type == "cpu":
         return ("loop", "torch") if stores else ("torch", "loop")
     return ("triton", "torch", "loop") if stores or waits else ("torch", "triton", "loop")
@@ -290,14 +316,17 @@ def _check_out(out: torch.Tensor, x: torch.Tensor, stacks: Sequence[torch.Tensor
         raise ValueError("out shares memory with x or w; give memory of its own")
 
 
-def _say_once(name: str, candidate: str, reasons: list[str], x: torch.Tensor, shape: tuple[int, ...]) -> None:
-    key = (name, candidate, x.device, x.dtype, shape)
+def _say_once(
+    name: str, candidate: str, reasons: list[str], x: torch.Tensor, shape: tuple[int, ...], precision: str
+) -> None:
+    key = (name, candidate, x.device, x.dtype, shape, precision)
     if reasons and key not in _said:
         _said.add(key)
         log.warning(
-            "grouped GEMM of %s %s weights on %s runs in backend %s (%s)",
+            "grouped GEMM of %s %s weights%s on %s runs in backend %s (%s)",
             x.dtype,
             shape,
+            _in(precision),
             x.device,
             candidate,
             "; ".join(reasons),

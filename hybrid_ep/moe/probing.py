@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from hybrid_ep.moe import padding
-from hybrid_ep.moe.backends import BACKENDS, Backend, Groups, LoopBackend
+from hybrid_ep.moe.backends import Backend, Groups
+from hybrid_ep.moe.precisions import PRECISIONS, backend_of
 
 deterministic: Any = torch.utils.deterministic  # its stub lacks the switch that torch adds at run time
 REMEDIES = ("none", "zero_empty_wgrad", "pad_empty", "unusable")
@@ -32,6 +33,7 @@ COUNTS = {"start": (0, 0, 24, 8), "middle": (16, 0, 0, 16), "end": (8, 24, 0, 0)
 PAD_ROWS = 16  # a multiple of every 16-bit format's alignment
 _ROWS, _TAIL, _K, _F = 32, 8, 32, 64
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the largest value
+_TOLERANCE_OF_FP8 = 1e-2  # at least: Hopper's tensor cores keep some 14 bits of the sum of a block
 
 log = logging.getLogger("hybrid_ep.moe")
 _known: dict[tuple, Probe] = {}
@@ -40,8 +42,9 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Probe:
-    """backend, device ("cpu", or the GPU's name), dtype; remedy: one of REMEDIES; found: what was seen, in words;
-    tail_dirty: whether rows behind the groups came out as anything but zeros (grouped_mm clears them always)."""
+    """backend, device ("cpu", or the GPU's name), dtype ("bfloat16", "bfloat16 in fp8"); remedy: one of REMEDIES;
+    found: what was seen, in words; tail_dirty: whether rows behind the groups came out as anything but zeros
+    (grouped_mm clears them always)."""
 
     backend: str
     device: str
@@ -57,38 +60,45 @@ class Probe:
         )
 
 
-def probe(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "torch") -> Probe:
-    """The Probe of a backend ("torch", "triton", "loop", "te") on a device; runs at the first call, logs once.
+def probe(
+    device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "torch", precision: str = "params"
+) -> Probe:
+    """The Probe of a backend ("torch", "triton", "loop", "te"; with precision="fp8" "triton", "loop") on a device; runs
+    at the first call, logs once.
 
     Must not first be called while a CUDA graph is being captured: it reads results on the host. ValueError for an
-    unknown backend; RuntimeError when first called during a capture."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; give one of {', '.join(BACKENDS)}")
+    unknown backend or precision; RuntimeError when first called during a capture."""
+    machine = backend_of(backend, precision)
     device = torch.device(device)
-    key = (device.type, device.index, dtype, backend)
+    key = (device.type, device.index, dtype, backend, precision)
     with _lock:
         if key not in _known:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "the grouped-GEMM probe cannot run inside a CUDA graph; call "
-                    f"hybrid_ep.moe.probe({str(device)!r}, {dtype}, {backend!r}) before the capture"
+                    f"hybrid_ep.moe.probe({str(device)!r}, {dtype}, {backend!r}, {precision!r}) before the capture"
                 )
-            _known[key] = examine(BACKENDS[backend], device, dtype)
+            _known[key] = examine(machine, device, dtype, precision)
             log.log(logging.INFO if _known[key].remedy == "none" else logging.WARNING, "%s", _known[key])
         return _known[key]
 
 
-def examine(backend: Backend, device: torch.device, dtype: torch.dtype) -> Probe:
-    """Runs the products and judges them; no cache, no log. backend: a class with backends' verbs."""
+def examine(backend: Backend, device: torch.device, dtype: torch.dtype, precision: str = "params") -> Probe:
+    """Runs the products and judges them by the loop's of the same precision; no cache, no log. backend: a class with
+    backends' verbs."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    facts = backend.name, where, str(dtype).removeprefix("torch.")
+    facts = (
+        backend.name,
+        where,
+        str(dtype).removeprefix("torch.") + ("" if precision == "params" else f" in {precision}"),
+    )
     why = backend.refusal(device, dtype, (4, _K, _F))
     if why is not None:
         return Probe(*facts, "unusable", why, False)
     remedy, found, tail = "none", "empty experts are exact", False
     try:
         for position, counts in COUNTS.items():
-            verdict, tail_here = _judge(backend, counts, device, dtype, padded=False)
+            verdict, tail_here = _judge(backend, counts, device, dtype, precision, padded=False)
             tail = tail or tail_here
             if verdict == "right" or remedy == "pad_empty":
                 continue
@@ -99,7 +109,7 @@ def examine(backend: Backend, device: torch.device, dtype: torch.dtype) -> Probe
                 else f"experts without rows ({position}) spoil the results of others"
             )
         if remedy == "pad_empty" and any(
-            _judge(backend, counts, device, dtype, padded=True)[0] != "right" for counts in COUNTS.values()
+            _judge(backend, counts, device, dtype, precision, padded=True)[0] != "right" for counts in COUNTS.values()
         ):
             remedy, found = "unusable", f"{found}, with zero rows too"
     except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
@@ -108,16 +118,18 @@ def examine(backend: Backend, device: torch.device, dtype: torch.dtype) -> Probe
 
 
 def _judge(
-    backend: Backend, counts: Sequence[int], device: torch.device, dtype: torch.dtype, *, padded: bool
+    backend: Backend, counts: Sequence[int], device: torch.device, dtype: torch.dtype, precision: str, *, padded: bool
 ) -> tuple[str, bool]:
     """("right" | "empty": only gradients of empty groups differ | "wrong", tail rows came out as not zero)."""
     x, g, w, offsets = _problem(counts, device, dtype)
     groups, real = Groups(offsets, (len(counts),)), slice(0, sum(counts))
+    right = PRECISIONS[precision]["loop"]
     want = (
-        LoopBackend.mm(x, [w], groups)[real],
-        LoopBackend.mm(g, [w.transpose(1, 2)], groups)[real],
-        LoopBackend.wgrad(x, g, groups)[0],
+        right.mm(x, [w], groups)[real],
+        right.mm(g, [w.transpose(1, 2)], groups)[real],
+        right.wgrad(x, g, groups)[0],
     )
+    at_most = _TOLERANCE[dtype] if precision == "params" else max(_TOLERANCE[dtype], _TOLERANCE_OF_FP8)
     if padded:
         x, at, row_of = padding.pad_groups(x, offsets, PAD_ROWS, empty_only=True)
         g = padding.pad_groups(g, offsets, PAD_ROWS, empty_only=True).rows
@@ -130,7 +142,8 @@ def _judge(
         (dw,) = backend.wgrad(x, g, groups)
     full = torch.tensor(counts, device=device, dtype=torch.int64) > 0
     tail = bool((out[real.stop :] != 0).any())
-    if not (_close(out[real], want[0]) and _close(dx[real], want[1]) and _close(dw[full], want[2][full])):
+    pairs = (out[real], want[0]), (dx[real], want[1]), (dw[full], want[2][full])
+    if not all(_close(*pair, at_most) for pair in pairs):
         return "wrong", tail
     return ("right" if bool((dw[~full] == 0).all()) else "empty"), tail
 
@@ -148,11 +161,11 @@ def _problem(
     return x, g, w, offsets
 
 
-def _close(got: torch.Tensor, want: torch.Tensor) -> bool:
+def _close(got: torch.Tensor, want: torch.Tensor, at_most: float) -> bool:
     if want.numel() == 0:
         return True
     # A NaN makes the comparison false, as it should.
-    return bool((got.double() - want.double()).abs().max() <= _TOLERANCE[want.dtype] * want.double().abs().max())
+    return bool((got.double() - want.double()).abs().max() <= at_most * want.double().abs().max())
 
 
 @contextlib.contextmanager

@@ -17,16 +17,16 @@ LOOPBACK_TIMEOUT_S = 20.0
 def grouped_gemm() -> Found:
     import torch
 
-    from hybrid_ep.moe.backends import BACKENDS
+    from hybrid_ep.moe.precisions import PRECISIONS
     from hybrid_ep.moe.probing import examine as probe
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     usable = 0
-    for backend in BACKENDS.values():
+    for precision, backend in ((name, machine) for name, made in PRECISIONS.items() for machine in made.values()):
         if backend.name in ("te", "triton") and (device.type == "cpu" or backend.absence()):
             continue  # made for GPUs, and not of every installation
-        found = probe(backend, device, torch.bfloat16)
-        text = f"{backend.name}, bfloat16 on {found.device}: {found.found}"
+        found = probe(backend, device, torch.bfloat16, precision)
+        text = f"{backend.name}, {found.dtype} on {found.device}: {found.found}"
         text += "" if found.remedy == "none" else f"; remedy {found.remedy}"
         usable += found.remedy != "unusable"
         if found.remedy == "unusable":

@@ -256,7 +256,11 @@ def test_the_exchange_of_the_gpu_s_loopback_is_right_on_the_host(monkeypatch, ca
 
 
 def test_a_backend_without_a_bug_has_no_remedy():
-    assert not any("remedy none" in text for _, text, *_ in selftest.grouped_gemm())
+    said = [text for _, text, *_ in selftest.grouped_gemm()]
+    assert not any("remedy none" in text for text in said)
+    assert any("loop, bfloat16 on" in text for text in said) and any(
+        "loop, bfloat16 in fp8 on" in text for text in said
+    )
 
 
 def test_wrong_sums_and_a_gemm_that_no_backend_does_are_failures(monkeypatch, capsys):

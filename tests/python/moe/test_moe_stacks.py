@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from hybrid_ep.moe import grouped, grouped_mm, padding, probing
 from hybrid_ep.moe.backends import BACKENDS, Groups, TorchBackend, TritonBackend
+from hybrid_ep.moe.precisions import PRECISIONS
 
 HAS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -50,7 +51,7 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(padding, "_kernels", lambda x: None)
     monkeypatch.setattr(
-        probing, "probe", lambda device, dtype, name: probing.Probe(name, "a GPU", str(dtype), "none", "", False)
+        probing, "probe", lambda device, dtype, name, _: probing.Probe(name, "a GPU", str(dtype), "none", "", False)
     )
     if importlib.util.find_spec("triton"):
         from hybrid_ep.moe import triton_grouped
@@ -67,9 +68,9 @@ def gpu_problem(dtype=torch.bfloat16, stacks=2):
     return x, parts, torch.empty(2 * stacks, dtype=torch.int64, device="cuda")
 
 
-def backward_of(x, parts, offsets):
+def backward_of(x, parts, offsets, precision="params"):
     """(gradient of the rows, of each stack), called as autograd would: its engine needs a device."""
-    stacks, machine = [w.transpose(1, 2) for w in parts], (BACKENDS["triton"], "none")
+    stacks, machine = [w.transpose(1, 2) for w in parts], (PRECISIONS[precision]["triton"], "none")
     ctx = types.SimpleNamespace(
         saved_tensors=(x, offsets.int(), *stacks),
         facts=((2, 2), None, machine, True),
@@ -86,10 +87,10 @@ def chosen(backend="auto", dtype=torch.bfloat16, stacks=2, first_rows=None, stor
     return choose(backend, x, [w.transpose(1, 2) for w in parts], first_rows, stores, beside)
 
 
-def choose(backend, x, stacks, first_rows=None, stores=False, beside=False):
+def choose(backend, x, stacks, first_rows=None, stores=False, beside=False, precision="params"):
     sizes = tuple(w.shape[0] for w in stacks)
     ends = torch.empty(sum(sizes), dtype=torch.int32, device="cuda")
-    return grouped._choose(backend, x, stacks, Groups(ends, sizes, first_rows), stores, beside)[0].name
+    return grouped._choose(backend, x, stacks, Groups(ends, sizes, first_rows), stores, beside, precision)[0].name
 
 
 @HAS_TRITON
@@ -156,3 +157,60 @@ def test_triton_is_not_for_cpus():
     assert TritonBackend.absence() or "need a GPU" in TritonBackend.refusal(
         torch.device("cpu"), torch.bfloat16, (2, 32, 32)
     )
+
+
+@HAS_TRITON
+def test_triton_multiplies_in_fp8_where_it_runs(on_hopper, monkeypatch):
+    x, parts, _ = gpu_problem(torch.float32, 5)
+    assert choose("auto", x, [w.transpose(1, 2) for w in parts], precision="fp8") == "triton", "they become one stack"
+    odd = torch.empty(2, 65, 47, dtype=x.dtype, device="cuda")
+    assert choose("auto", torch.empty(32, 65, dtype=x.dtype, device="cuda"), [odd], precision="fp8") == "triton"
+    many = torch.empty(1025, 64, 48, dtype=x.dtype, device="cuda")
+    with pytest.raises(ValueError, match="at most 1024 experts a rank, not 1025"):
+        choose("triton", x, [many], precision="fp8")
+    wide, row = (torch.empty(*shape, dtype=x.dtype, device="cuda") for shape in ((1, 2**16, 2**15), (1, 2**16)))
+    with pytest.raises(ValueError, match="offsets of 32 bits"):
+        choose("triton", row, [wide], precision="fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
+    assert choose("auto", x, [parts[0].transpose(1, 2)], precision="fp8") == "loop"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="a CUDA graph cannot capture; give 'triton'"):
+        choose("loop", x, [parts[0].transpose(1, 2)], precision="fp8")
+
+
+@HAS_TRITON
+@pytest.mark.parametrize("turns", [False, True])
+def test_triton_in_fp8_reads_nothing_on_the_host(on_hopper, monkeypatch, turns):
+    """All that a launch is given is made of shapes: the kernels alone are replaced."""
+    from hybrid_ep.moe import triton_block_scaled
+
+    launched = []
+
+    class Noted:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            assert all(isinstance(n, int) and n > 0 for n in grid), (self.name, grid)
+            return lambda *given, **options: launched.append(self.name)
+
+    for name in ("rows", "weights", "quantise_rows", "quantise_weights", "quantise_columns"):
+        monkeypatch.setattr(triton_block_scaled, f"_{name}_kernel", Noted(name))
+    monkeypatch.setattr(triton_block_scaled, "programs", lambda device: 132)
+    x, parts, offsets = gpu_problem()
+    turned = [w.transpose(1, 2) for w in parts]
+    if turns:
+        groups = Groups(offsets.int(), (2, 2))
+        for of in (range(1), range(1, 2)):
+            PRECISIONS["fp8"]["triton"].mm(x, turned, groups, x.new_empty(32, 48), of)
+            PRECISIONS["fp8"]["triton"].wgrad(x, x.new_empty(32, 48), groups, of)
+        once = ["quantise_rows", "quantise_weights", "rows", "quantise_columns", "quantise_columns", "weights"]
+        assert launched == once * 2
+        return
+    assert grouped_mm(x, turned, offsets, precision="fp8").shape == (32, 48)
+    dx, dw = backward_of(x, parts, offsets, "fp8")
+    assert launched == [
+        *["quantise_rows", "quantise_weights", "quantise_weights", "rows"] * 2,
+        *["quantise_columns", "quantise_columns", "weights", "weights"],
+    ]
+    assert dx.shape == x.shape and all(made.shape == w.transpose(1, 2).shape for made, w in zip(dw, parts, strict=True))
