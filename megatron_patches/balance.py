@@ -49,12 +49,14 @@ UNSUPPORTED = {
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "add_bias_linear": "linear biases (give --disable-bias-linear)",
-    "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
 }
-# The same, of Transformer Engine's grouped experts; where ours take their place the flag has no effect.
-UNSUPPORTED_EXPERTS = {"moe_grouped_gemm": "--moe-grouped-gemm without --hybrid-ep-grouped-gemm"}
+# The same, of Megatron's experts; ours, in their place, say themselves with what they work.
+UNSUPPORTED_EXPERTS = {
+    "moe_grouped_gemm": "--moe-grouped-gemm without --hybrid-ep-grouped-gemm",
+    "fp8": "--fp8-format without --hybrid-ep-grouped-gemm and --hybrid-ep-grouped-gemm-precision fp8 or params",
+}
 # The same, of clones of single MLPs: their gradients go through autograd, which our grouped experts do anyway.
 UNSUPPORTED_BY_CLONES = {
     "gradient_accumulation_fusion": "gradient accumulation fusion (give --no-gradient-accumulation-fusion)"

@@ -51,7 +51,6 @@ KINDS = {
 # attribute of TransformerConfig -> the flag that sets it: what these experts do not do, refused when truthy.
 UNSUPPORTED = {
     "add_bias_linear": "linear biases (give --disable-bias-linear)",
-    "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
     "use_te_activation_func": "--use-te-activation-func",
@@ -64,12 +63,21 @@ UNSUPPORTED = {
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "overlap_dispatch_backward_with_experts_wgrad": "--overlap-dispatch-backward-with-experts-wgrad",
 }
+# What --fp8-format asks of the rest of the model does not say what these experts do.
+WITHOUT_PRECISION = (
+    "without --hybrid-ep-grouped-gemm-precision (give fp8, for products in fp8 with block scales, or params, for "
+    "products in the dtype of the parameters)"
+)
 MATRICES = {"weight1": "linear_fc1", "weight2": "linear_fc2"}  # our parameter -> Megatron's module
 
 
-def check_supported(config: TransformerConfig) -> str:
-    """The kind of weighted activation; ValueError that names every option these experts do not work with."""
+def check_supported(config: TransformerConfig, precision: str | None = None) -> str:
+    """The kind of weighted activation; ValueError that names every option these experts do not work with.
+
+    precision: grouped_gemm_precision, of the settings."""
     found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None)] + hooks.split_weights(config)
+    if getattr(config, "fp8", None) and precision is None:
+        found.append(f"--fp8-format {config.fp8} {WITHOUT_PRECISION}")
     modules = {*(getattr(config, "recompute_modules", None) or ()), *(getattr(config, "offload_modules", None) or ())}
     found += [
         f"{name} among --recompute-modules or --offload-modules"
@@ -107,13 +115,14 @@ class GroupedExperts(MegatronModule):
         pg_collection: ProcessGroupCollection = None,
         name: str | None = None,
     ) -> None:
-        kind = check_supported(config)
+        wanted = settings.current().experts
+        kind = check_supported(config, wanted.precision)
         if config.moe_ffn_hidden_size != config.ffn_hidden_size:  # MLP reads the dense width for its second matrix
             config = copy.deepcopy(config)
             config.ffn_hidden_size = config.moe_ffn_hidden_size
         super().__init__(config=config)
         self.kind, self.num_local_experts = kind, num_local_experts
-        self.backend = settings.current().experts.backend
+        self.backend, self.precision = wanted.backend, wanted.precision or "params"
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         expert: MLP
         for local in range(num_local_experts):
@@ -172,16 +181,17 @@ class GroupedExperts(MegatronModule):
         if tokens_per_expert.device.type == "cpu":
             before = itertools.accumulate(len(pair[0]) for pair in pairs[:-1])
             first_rows = (0, *(int(tokens_per_expert[:experts].sum()) for experts in before))
-        how = {"backend": self.backend, "tail": tail, "first_rows": first_rows}
+        how = {"backend": self.backend, "tail": tail, "first_rows": first_rows, "precision": self.precision}
         h = grouped_mm(rows, stacks[0], ends, **how, arriving=arriving[0])
         h = weighted_activation(h, weights, self.kind)
         return grouped_mm(h, stacks[1], ends, **how, out=self._outputs(h), arriving=arriving[1]), None
 
     def _outputs(self, h: torch.Tensor) -> torch.Tensor | None:
         """Where the second product goes, if the machine that multiplies stores there: to registered memory, where
-        combine reads it in place. On GPUs "auto" stays with torch's kernel, whose result would have to be copied."""
-        stores = ("auto", "loop") if h.device.type == "cpu" else ("triton", "loop")
-        if self.backend not in stores:
+        combine reads it in place. On GPUs "auto" stays with torch's kernel, whose result would have to be copied, where
+        it is not asked for fp8."""
+        elsewhere = self.backend == "auto" and h.device.type != "cpu" and self.precision == "params"
+        if elsewhere or self.backend not in ("auto", "triton", "loop"):
             return None
         return buffers.empty_rows(h.shape[0], self.weight2.shape[1], h.dtype)
 

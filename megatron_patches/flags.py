@@ -75,8 +75,9 @@ def _check_compute(given: dict[str, Any]) -> None:
     limits = [_flag(name) for name in ("router_max_tie_fraction", "router_max_load_ratio") if name in given]
     if limits and given.get("router_guard", "off") == "off":
         raise ValueError(f"{', '.join(limits)} without --hybrid-ep-router-guard warn or stop does nothing: add it")
-    if "grouped_gemm_backend" in given and "grouped_gemm" not in given:
-        raise ValueError("--hybrid-ep-grouped-gemm-backend without --hybrid-ep-grouped-gemm does nothing: add it")
+    for name in ("grouped_gemm_backend", "grouped_gemm_precision"):
+        if name in given and "grouped_gemm" not in given:
+            raise ValueError(f"{_flag(name)} without --hybrid-ep-grouped-gemm does nothing: add it")
 
 
 def _check_balance(given: dict[str, Any], args: argparse.Namespace) -> None:

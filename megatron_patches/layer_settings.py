@@ -7,6 +7,7 @@ import dataclasses
 from megatron_patches.setting_option import SWITCH, option
 
 GEMM_BACKENDS = ("auto", "torch", "triton", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
+GEMM_PRECISIONS = ("params", "fp8")  # hybrid_ep.moe.precisions.PRECISIONS, which needs torch
 GUARD_MODES = ("off", "warn", "stop")
 
 
@@ -16,6 +17,8 @@ class Experts:
 
     * `grouped` (grouped_gemm): experts as grouped GEMMs without Transformer Engine.
     * `backend` (grouped_gemm_backend): who multiplies in them, one of GEMM_BACKENDS, as in `hybrid_ep.moe.grouped_mm`.
+    * `precision` (grouped_gemm_precision): in what they multiply, one of GEMM_PRECISIONS, as there; None: in the
+      parameters' dtype, and Megatron's --fp8-format is refused, which says nothing of these experts.
     """
 
     grouped: bool = option(
@@ -34,10 +37,34 @@ class Experts:
         "loop, triton before torch where torch would wait for the device (auto, the default).",
     )
 
+    precision: str | None = option(
+        "grouped_gemm_precision",
+        None,
+        choices=GEMM_PRECISIONS,
+        help="In what these experts multiply: their parameters' dtype (params, the default), or e4m3 with a scale for "
+        "every 128 values and sums in fp32 (fp8), as DeepSeek-V3 trains, by triton or loop. Needed with Megatron's "
+        "--fp8-format; parameters stay as they are, and are quantised where they are multiplied.",
+    )
+
+    def _check_precision(self) -> None:
+        if self.precision is None:
+            return
+        given = f"grouped_gemm_precision (--hybrid-ep-grouped-gemm-precision) is {self.precision!r}"
+        if self.precision not in GEMM_PRECISIONS:
+            raise ValueError(f"{given}: choose one of {', '.join(GEMM_PRECISIONS)}")
+        if not self.grouped:
+            raise ValueError(f"{given} without grouped_gemm (--hybrid-ep-grouped-gemm) and does nothing: add it")
+        if self.precision == "fp8" and self.backend not in ("auto", "triton", "loop"):
+            raise ValueError(
+                f"{given}, but grouped_gemm_backend (--hybrid-ep-grouped-gemm-backend) is {self.backend!r}, which "
+                "multiplies in the dtype of the parameters: choose auto, triton or loop"
+            )
+
     def __post_init__(self) -> None:
         given = f"grouped_gemm_backend (--hybrid-ep-grouped-gemm-backend) is {self.backend!r}"
         if self.backend not in GEMM_BACKENDS:
             raise ValueError(f"{given}: choose one of {', '.join(GEMM_BACKENDS)}")
+        self._check_precision()
         if self.backend == "auto":
             return
         if not self.grouped:

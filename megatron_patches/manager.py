@@ -269,8 +269,8 @@ def _pad_multiple(config: TransformerConfig, own_experts: bool) -> int | None:
     """Rows to which an expert's group is padded, or None. Megatron leaves it to the dispatcher since 0.18.
 
     Without fp8, fp4, the grouped kernels of Transformer Engine or its grouped tensors nothing asks for it (0.16 and
-    0.17 answer 16 then). own_experts: those of --hybrid-ep-grouped-gemm compute, which take groups of any size, and of
-    these options refuse all but the last: its padding would be rows for nothing, and more than static rows have.
+    0.17 answer 16 then). own_experts: those of --hybrid-ep-grouped-gemm compute, which take groups of any size, in fp8,
+    too: padding would be rows for nothing, and more than static rows have.
     """
     if own_experts:
         return None

@@ -235,10 +235,11 @@ class ClusterRun:
         """What the balancer and its grouped experts do not work with, all of it in one message."""
         wanted = {
             "dispatcher": "hybrid_ep",
-            "precision": "bf16",
+            "precision": "fp8" if self.precision == "fp8" else "bf16",  # they have no products in mxfp8
             "overlap": False,
             "sharding": "distributed_optimizer",
             "moments": "fp32",
+            "fp8_params": "no" if self.fp8_params == "yes" else self.fp8_params,  # theirs stay in 16 bits
         }
         changes = [f"{name}={str(value).lower()}" for name, value in wanted.items() if getattr(self, name) != value]
         remedy = " ".join(f"--set {change}" for change in changes)

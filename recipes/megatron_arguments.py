@@ -152,6 +152,8 @@ def _moe(run: ClusterRun) -> Arguments:
 def _balance(run: ClusterRun) -> Arguments:
     """The expert balancer, over our grouped experts: Transformer Engine's have no place for clones."""
     out = _flags(hybrid_ep_grouped_gemm=True, hybrid_ep_balance=run.balance)
+    if run.precision == "fp8":
+        out += _flags(hybrid_ep_grouped_gemm_precision="fp8")  # --fp8-format says nothing of these experts
     if run.clones:
         out += _flags(hybrid_ep_spare_slots=run.clones, hybrid_ep_balance_clones=run.balance_clones)
         out += _flags(hybrid_ep_balance_push=run.balance_push)

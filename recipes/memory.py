@@ -124,7 +124,9 @@ def _of_stage(run: ClusterRun, rank: int, buffers: int) -> Memory:
     dense, experts = _parameters(run, rank)
     weight_bytes = _BF16
     if run.precision != "bf16" and not run.keeps_fp8_params:
-        weight_bytes += 2  # Transformer Engine keeps 8-bit weights and their transposes beside the bf16 ones
+        # Transformer Engine keeps 8-bit weights and their transposes beside the bf16 ones. Our experts keep none and
+        # quantise a product's as they multiply: that is less.
+        weight_bytes += 2
     if run.sharding == "megatron_fsdp":
         one_layer = _largest_layer(run)
         shards = dense // run.data + experts // run.expert_data

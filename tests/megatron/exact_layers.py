@@ -18,7 +18,8 @@ class Experts(experts.GroupedExperts):
     def __init__(self, group, config, number, device):
         torch.nn.Module.__init__(self)
         self.config, self.kind, self.num_local_experts = config, "swiglu", L
-        self.backend, self.ep_group = settings.current().experts.backend, group
+        wanted = settings.current().experts
+        self.backend, self.precision, self.ep_group = wanted.backend, wanted.precision or "params", group
         random = torch.Generator().manual_seed(100 * number + group.rank())
         for name, shape in (("weight1", (L, 2 * F, H)), ("weight2", (L, H, F))):
             weight = torch.randn(shape, generator=random).mul_(0.2).bfloat16().to(device)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patches import flags, settings
-from megatron_patches.layer_settings import GEMM_BACKENDS
+from megatron_patches.layer_settings import GEMM_BACKENDS, GEMM_PRECISIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron.md"
 FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep", "--hybrid-ep"]
@@ -44,6 +44,20 @@ def test_the_backend_of_the_grouped_gemm_is_a_setting():
 
 
 @pytest.mark.version_free
+def test_the_precision_of_the_grouped_gemm_is_a_setting():
+    assert parsed("--hybrid-ep-grouped-gemm").experts.precision is None
+    for precision in GEMM_PRECISIONS:
+        given = parsed("--hybrid-ep-grouped-gemm", "--hybrid-ep-grouped-gemm-precision", precision)
+        assert given.experts.precision == precision
+    from hybrid_ep.moe.precisions import PRECISIONS
+
+    assert tuple(PRECISIONS) == GEMM_PRECISIONS
+    made = {name: settings.Settings.of(grouped_gemm=True, grouped_gemm_precision="fp8", grouped_gemm_backend=name)
+            for name in ("auto", "loop")}  # fmt: skip
+    assert all(one.experts.precision == "fp8" for one in made.values()) and set(PRECISIONS["fp8"]) == {"triton", "loop"}
+
+
+@pytest.mark.version_free
 @pytest.mark.parametrize(
     "argv, said",
     [
@@ -53,6 +67,7 @@ def test_the_backend_of_the_grouped_gemm_is_a_setting():
             marks=pytest.mark.skipif(not NO_TE, reason="Transformer Engine is installed"),
         ),
         (["--hybrid-ep-grouped-gemm-backend", "loop"], "without --hybrid-ep-grouped-gemm does nothing: add it"),
+        (["--hybrid-ep-grouped-gemm-precision", "fp8"], "-precision without --hybrid-ep-grouped-gemm does nothing"),
         (["--hybrid-ep-router-max-load-ratio", "2"], "without --hybrid-ep-router-guard warn or stop"),
     ],
 )
@@ -68,6 +83,18 @@ def test_a_flag_that_cannot_work_is_refused_by_name(argv, said):
         (
             {"grouped_gemm": True, "grouped_gemm_backend": "cutlass"},
             "is 'cutlass': choose one of auto, torch, triton, te, loop",
+        ),
+        (
+            {"grouped_gemm": True, "grouped_gemm_precision": "mxfp8"},
+            r"\(--hybrid-ep-grouped-gemm-precision\) is 'mxfp8': choose one of params, fp8",
+        ),
+        (
+            {"grouped_gemm": True, "grouped_gemm_precision": "fp8", "grouped_gemm_backend": "torch"},
+            r"backend\) is 'torch', which multiplies in the dtype of the parameters: choose auto, triton or loop",
+        ),
+        (
+            {"grouped_gemm_precision": "params"},
+            r"without grouped_gemm \(--hybrid-ep-grouped-gemm\) and does nothing: add it",
         ),
         (
             {"grouped_gemm_backend": "loop"},

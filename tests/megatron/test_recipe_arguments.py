@@ -57,6 +57,13 @@ for mode in ("exact", "slow", "both"):
                                       "gated_linear_unit": True})
     check_balance(config, 1, mode, now.balance.clones, now.experts.grouped)
     check_experts(config)
+in_fp8 = small.derive(balance="exact", precision="fp8", overlap=False)
+args = check("exact in fp8", in_fp8)
+now = settings.current()
+assert (args.fp8, args.fp8_recipe, now.experts.precision) == ("e4m3", "blockwise", "fp8"), (args.fp8, now)
+config = types.SimpleNamespace(**{**vars(args), "activation_func": torch.nn.functional.silu, "gated_linear_unit": True})
+check_balance(config, 1, "exact", now.balance.clones, now.experts.grouped)
+check_experts(config, now.experts.precision)
 static = small.derive(balance="exact", static_rows="drop", dispatch_dtype="fp8", precision="bf16", overlap=False)
 check("static", static)
 now = settings.current()
@@ -99,7 +106,7 @@ def test_megatron_accepts_every_variant_and_no_flag_that_it_does_not_know():
         check=False,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    balances_static_graphs_and_fsdp = 7
+    balances_static_graphs_and_fsdp = 8
     assert done.stdout.count("FIRST HOUR") == 4
     assert done.stdout.count("ACCEPTED") == len(CLUSTER_RECIPES) * len(HARDWARE) + balances_static_graphs_and_fsdp
     assert "REFUSED 2" in done.stdout and "--no-such-flag" in done.stderr

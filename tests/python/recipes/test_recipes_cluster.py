@@ -124,6 +124,17 @@ def test_every_variant_takes_the_balancer(name, hardware):
     assert not {"--hybrid-ep-spare-slots", "--hybrid-ep-balance-clones", "--hybrid-ep-balance-push"} & set(slow)
 
 
+def test_experts_of_the_balancer_multiply_in_fp8_where_the_model_does():
+    run = CLUSTER_RECIPES["deepseek_v3"]("h100_8x400g")
+    flags = megatron_arguments.megatron_arguments(run.derive(**BALANCED | {"precision": "fp8"}))
+    assert value(flags, "--hybrid-ep-grouped-gemm-precision") == "fp8" and value(flags, "--fp8-recipe") == "blockwise"
+    assert "--hybrid-ep-grouped-gemm-precision" not in megatron_arguments.megatron_arguments(run.derive(**BALANCED))
+    with pytest.raises(ValueError, match="needs --set fp8_params=no$"):
+        run.derive(**BALANCED | {"precision": "fp8", "fp8_params": "yes"})
+    with pytest.raises(ValueError, match="needs --set precision=bf16$"):
+        CLUSTER_RECIPES["deepseek_v3"]("b200_8x400g").derive(**BALANCED | {"precision": "mxfp8"})
+
+
 def test_quantised_rows_and_static_ones_reach_the_run():
     run = CLUSTER_RECIPES["deepseek_v3"]("h100_8x400g").derive(**BALANCED)
     flags = megatron_arguments.megatron_arguments(run)
@@ -147,7 +158,7 @@ BAD = [
     ({"experts": 8}, "experts=8: unknown"),
     (
         {"balance": "exact", "precision": "fp8", "sharding": "megatron_fsdp", "pipeline": 1},
-        "balance='exact': needs --set precision=bf16 --set sharding=distributed_optimizer",
+        "balance='exact': needs --set sharding=distributed_optimizer",
     ),
     ({"balance": "magic"}, "balance='magic'"),
     ({"spare_slots": 0}, "spare_slots=0"),
