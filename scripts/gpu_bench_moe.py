@@ -86,6 +86,24 @@ def operators(args, device):
         multiply = functools.partial(grouped_mm, x, w, ends, backend=backend)
         yield f"grouped_mm in {backend}, forward", moved, multiply
         yield f"grouped_mm in {backend}, backward", 2 * moved, backward_of(multiply, x, w)
+    yield from in_fp8(x, w, ends)
+
+
+def in_fp8(x, w, ends):
+    """The rows of products in fp8: each quantised alone, where there are kernels for it, and with what it is for."""
+    nk, nf, kf = x.numel(), x.shape[0] * w.shape[2], w.numel()
+    if x.device.type == "cuda":
+        from hybrid_ep.moe import triton_block_scaled as kernels
+
+        everyone = (0, ends.numel())
+        yield "e4m3 of rows", 3 * nk, lambda: kernels.quantise_rows(x.detach(), ends, everyone)
+        yield "e4m3 of weights", 3 * kf, lambda: kernels.quantise_weights([w.detach()])
+        yield "e4m3 of weights, turned", 3 * kf, lambda: kernels.quantise_weights([w.detach().transpose(1, 2)])
+        yield "e4m3 of columns", 3 * nk, lambda: kernels.quantise_columns(x.detach(), ends, everyone)
+    backend = "triton" if x.device.type == "cuda" else "loop"
+    multiply = functools.partial(grouped_mm, x, w, ends, backend=backend, precision="fp8")
+    yield f"grouped_mm in fp8 in {backend}, forward", 4 * nk + 4 * kf + 2 * nf, multiply
+    yield f"grouped_mm in fp8 in {backend}, backward", 6 * nk + 8 * nf + 6 * kf, backward_of(multiply, x, w)
 
 
 def copy_rate(size, device, repeats):

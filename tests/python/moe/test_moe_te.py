@@ -94,5 +94,7 @@ def test_the_bench_of_operators_runs_without_a_gpu(tmp_path, capsys):
     program = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "gpu_bench_moe.py"))
     assert program["main"](["--device", "cpu", "--smoke", "--json", str(tmp_path / "o.json")]) == 0
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
-    assert {r["operator"]: r["bytes"] for r in rows}["weighted SwiGLU, forward"] == 6 * 128 * 32 + 4 * 128
+    moved = {r["operator"]: r["bytes"] for r in rows}
+    assert moved["weighted SwiGLU, forward"] == 6 * 128 * 32 + 4 * 128
+    assert moved["grouped_mm in fp8 in loop, forward"] == 4 * 128 * 64 + 4 * 8 * 64 * 32 + 2 * 128 * 32
     assert capsys.readouterr().out.count("\n| ") == len(rows) + 1
