@@ -1,7 +1,7 @@
 """All checks and tests, stage after stage, and a table of what passed at the end. Exits with 1 if any stage failed.
-`python` and the two of Megatron start many processes themselves and run alone, while what later ones have to download
-and build is made beside them, on the cores that they leave idle (build_ahead.py). The others compute on one core, and
-run two at a time (TOGETHER, stage_pairs.py).
+Most of them wait for one process at a time, hence they run two at a time (TOGETHER, stage_pairs.py), while what later
+ones have to download and build is made on what the two leave of the cores (build_ahead.py). Those that look at all of
+/dev/shm have one of their own; where the system gives them none they run alone.
 
     python scripts/run_tests.py [--only lint,cpp,python] [--quick] [--budget-minutes 38]
 
@@ -16,7 +16,7 @@ import time
 from build_ahead import Ahead
 from stage_pairs import two_at_a_time
 from stage_result import Result, result_of
-from stage_runner import BUILD, ROOT, LateRunner, Runner, StageTimeout, at_once
+from stage_runner import BUILD, ROOT, LateRunner, Runner, StageTimeout, at_once, own_shm
 
 
 def has_tests(folder):
@@ -196,9 +196,9 @@ STAGES = {
     "layers": (layers, 2, True),
     "types": (types, 5, True),
     "docs": (docs, 3, False),
-    "python": (python, 30, True),
-    "megatron": (megatron, 20, True),
-    "megatron-oldest": (megatron_oldest, 20, False),
+    "python": (python, 40, True),
+    "megatron": (megatron, 25, True),
+    "megatron-oldest": (megatron_oldest, 25, False),
     "slurm": (slurm, 15, False),
     "cpp": (cpp, 10, True),
     "cpp-mutants": (lambda runner: runner.ctest("cpp-mutants", "mutants"), 10, False),
@@ -209,16 +209,25 @@ STAGES = {
     "ptx": (ptx, 25, False),
 }
 
-# Which stages run two at a time, in the order in which they begin: each uses one core, and those of the second group
-# had no more beside programs of their own. None looks at all of /dev/shm, where another's segments come and go.
+# Which stages run two at a time, in the order in which they begin: the longest first, so that none is left alone with
+# it at the end.
 TOGETHER = (
     ("docs", "types", "layers", "lint"),
-    ("slurm", "cpp-asan", "cuda", "ptx", "cpp-tsan", "cpp-mutants", "cpp", "python-asan"),
-)
+    ("python", "megatron", "megatron-oldest", "slurm", "cpp-asan", "cuda", "ptx", "cpp-tsan", "cpp-mutants", "cpp",
+     "python-asan"),
+)  # fmt: skip
 # Beside two others: its jobs wait for Slurm's daemons.
 BESIDE = {"slurm"}
-# Which of these uses what another has made, or would write the same files.
-AFTER = {"ptx": "cuda", "python-asan": "cpp-asan"}
+# Whose tests look at all of /dev/shm, where another's segments come and go.
+LOOK_AT_SHM = {"python", "megatron", "megatron-oldest"}
+# What has to end before a stage begins, which uses what that has made, would write the same files, or brings something
+# that the tests of the others must not see come: the CUDA library in hybrid_ep/, Slurm's programs.
+AFTER = {
+    "slurm": ("python",),
+    "cuda": ("python", "megatron", "megatron-oldest"),
+    "ptx": ("cuda",),
+    "python-asan": ("cpp-asan",),
+}
 
 
 # ---- what stages build, made ahead of them where there are stages before them
@@ -258,20 +267,21 @@ def run_stages(names, quick, budget_s):
         ahead.end()
 
 
-def groups(names):
-    """The names, those of each of TOGETHER that are among them as one group where its first stands."""
+def groups(names, alone=()):
+    """The names, those of each of TOGETHER that are among them as one group where its first stands, without `alone`."""
     left, found = list(names), []
     while left:
-        together = next((group for group in TOGETHER if left[0] in group), (left[0],))
-        found.append([name for name in together if name in left])
-        left = [name for name in left if name not in together]
+        together = next((group for group in TOGETHER if left[0] in group and left[0] not in alone), (left[0],))
+        found.append([name for name in together if name in left and (name == left[0] or name not in alone)])
+        left = [name for name in left if name not in found[-1]]
     return found
 
 
 def run_each(names, ahead, quick, budget_s):
-    work = functools.partial(run_stage, ahead, time.monotonic() + budget_s)
+    shm = own_shm()
+    work = functools.partial(run_stage, ahead, time.monotonic() + budget_s, shm)
     results = {}
-    for group in groups(names):
+    for group in groups(names, alone=() if shm else LOOK_AT_SHM):
         if len(group) > 1:
             print(f"\n=== {', '.join(group)}, two at a time; what they print is shown as they end", flush=True)
             runners = functools.partial(late_runner, quick)
@@ -286,12 +296,13 @@ def late_runner(quick, cores):
     return LateRunner(Runner(quick, cores))
 
 
-def run_stage(ahead, end, name, runner):
+def run_stage(ahead, end, shm, name, runner):
     function, minutes, _ = STAGES[name]
     start = time.monotonic()
     if start >= end:
         return Result("FAILED", note="not run: the time budget is spent")
     runner.deadline = min(end, start + 60 * minutes)
+    runner.within = shm if name in LOOK_AT_SHM else []
     limit_s = runner.deadline - start
     try:
         ahead.leave_to(name, runner.deadline)

@@ -14,7 +14,7 @@ def usable_cores():
 def two_at_a_time(names, after, beside, runners, work, give_up):
     """{name: result of work(name, runner)}, begun in the order of `names`.
 
-    after: {name: the name that has to end before it begins}. beside: names that count for none, for they wait nearly
+    after: {name: the names that have to end before it begins}. beside: names that count for none, for they wait nearly
     all their time. runners(cores): one that keeps what it has to say, for commands that use so many. give_up(): ends
     what else a stage waits for, where one raises or all is interrupted."""
     cores = usable_cores()
@@ -25,7 +25,8 @@ def two_at_a_time(names, after, beside, runners, work, give_up):
         running = {name for name, _ in going.values()}
         full = len(running.difference(beside)) >= most
         unfinished = running.union(waiting)
-        return next((n for n in waiting if after.get(n) not in unfinished and (n in beside or not full)), None)
+        free = (n for n in waiting if unfinished.isdisjoint(after.get(n, ())))
+        return next((n for n in free if n in beside or not full), None)
 
     with ThreadPoolExecutor(len(names)) as pool:
         try:

@@ -17,6 +17,7 @@ from stage_result import Result, result_of
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "tests"
 KILL_AFTER_S = 20
+SHM = "/dev/shm"
 
 
 class StageTimeout(Exception):
@@ -34,6 +35,7 @@ class Runner:
         self.quick, self.cores = quick, cores
         self.deadline = time.monotonic()
         self.variables = {}  # of the commands' environment, beside those of all stages
+        self.within = []  # words before every command: what it runs in (own_shm)
         self.lock = threading.Lock()
         self.process, self.ended = None, False
 
@@ -65,7 +67,7 @@ class Runner:
         self.show("+ " + " ".join(map(str, command)) + "\n")
         # A session of its own: whatever a test leaves behind ends with the stage.
         process = subprocess.Popen(
-            [str(part) for part in command],
+            [*self.within, *map(str, command)],
             cwd=ROOT,
             env={**test_environment(), **self.variables},
             stdin=subprocess.DEVNULL,
@@ -147,7 +149,7 @@ class LateRunner(Runner):
 
     def __init__(self, beside):
         super().__init__(beside.quick, beside.cores)
-        self.deadline, self.variables, self.said = beside.deadline, beside.variables, []
+        self.deadline, self.variables, self.within, self.said = beside.deadline, beside.variables, beside.within, []
 
     def show(self, text):
         self.said.append(text)
@@ -170,6 +172,19 @@ def at_once(runner, *parts):
         finally:
             for late in runners[1:]:
                 runner.show("".join(late.said))
+
+
+def own_shm():
+    """Words before a command that give it and what it starts a /dev/shm of their own, empty and as large as this one;
+    none where the system does not let (it takes root, and util-linux)."""
+    facts = os.statvfs(SHM)
+    mount = f'mount -t tmpfs -o size={facts.f_blocks * facts.f_frsize} tmpfs {SHM} && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    try:
+        tried = subprocess.run([*words, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return words if tried.returncode == 0 else []
 
 
 def test_environment():
