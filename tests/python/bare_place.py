@@ -102,6 +102,7 @@ class BarePlace:
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.wheels),
+            "PIP_COMPILE": "0",  # of what is installed little is imported
             "MPLCONFIGDIR": str(self.folder / "matplotlib"),
         }
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PIP_USER")}

@@ -32,7 +32,7 @@ def strings() -> list[tuple[str, str]]:
     found = []
     for package in ("hybrid_ep", "megatron_patches", "recipes"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            tree = ast.parse(path.read_text())
+            tree, name = ast.parse(path.read_text()), path.relative_to(ROOT)
             docstrings = {
                 id(node.value)
                 for node in ast.walk(tree)
@@ -42,13 +42,11 @@ def strings() -> list[tuple[str, str]]:
             for node in ast.walk(tree):
                 if id(node) in docstrings or id(node) in inside:
                     continue
-                where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append((where, node.value))
+                    found.append((f"{name}:{node.lineno}", node.value))
                 elif isinstance(node, ast.JoinedStr):
-                    found.append(
-                        (where, "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values))
-                    )
+                    text = "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+                    found.append((f"{name}:{node.lineno}", text))
     return found
 
 
