@@ -136,7 +136,8 @@ def _runs(pid: int) -> bool:
 def test_ctrl_c_lets_a_local_run_finish_its_step(tmp_path):
     """Of the launcher alone, as from a terminal: a checkpoint, no traceback of anybody, and nothing that runs on."""
     command = [sys.executable, "-m", "recipes.launch_command", "tiny_cpu_smoke", "--name", "n"]
-    command += ["--runs-dir", str(tmp_path), "--set", "schedule.train_steps=4000"]
+    command += ["--runs-dir", str(tmp_path), "--set", "schedule.train_steps=4000", "--tasks-per-node=2"]
+    command += ["--set", "parallel.expert_parallel_size=2", "--set", "parallel.ranks_per_node=2"]
     started = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
