@@ -5,7 +5,8 @@ tests. Compiles what changed.
     python scripts/build_core.py --configure                         look at compiler and headers, compile nothing
     python scripts/build_core.py --target cpp_tests [--variant mutants|address|thread]
 
-The build is CMake's (CMakeLists.txt) in build/core-ABI; the tests are linked with what is compiled for the module. A
+The build is CMake's (CMakeLists.txt) in build/core-ABI; the tests are linked with what is compiled for the module. What
+does not know Python is taken from the build for another Python, where there is one and nothing of it has changed. A
 variant is another build, for tests alone, in build/tests/cpp-VARIANT. Read from the environment: CXX, CXXFLAGS,
 LDFLAGS, MAX_JOBS, CUDA_HOME; HYBRID_EP_CUDA=0 leaves the CUDA library out,
 HYBRID_EP_CUDA=1 makes a missing nvcc an error."""
@@ -24,6 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ("mutants", "address", "thread")
 LOCK_TIMEOUT_S = 1800
+# Targets whose code knows no Python: the same commands compile them, whichever Python the module is for.
+WITHOUT_PYTHON = ("hep_host", "hep_engine", "hep_balance")
+NINJA_FILES = (".ninja_log", ".ninja_deps")
 
 
 def tool(name):
@@ -75,16 +79,40 @@ def alone_in(folder):
         yield
 
 
+def objects_without_python(folder):
+    return [path for name in WITHOUT_PYTHON for path in (folder / "CMakeFiles" / f"{name}.dir").rglob("*.o")]
+
+
+def take_over(folder):
+    """Of a build that has compiled nothing yet: the objects without Python of one for another Python, with what ninja
+    wrote of them, by which it finds out what of them it can use: their commands, and when their sources changed."""
+    if objects_without_python(folder):
+        return
+    for other in sorted(folder.parent.glob("core-*")):
+        if other == folder or not objects_without_python(other):
+            continue
+        with alone_in(other):  # no object is half written
+            for path in (*objects_without_python(other), *(other / name for name in NINJA_FILES)):
+                mine = folder / path.relative_to(other)
+                mine.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, mine)
+        return
+
+
 def build(target="", variant="", compile_it=True):
     """Exits where it cannot be built; what the compiler said stands above."""
     folder = folder_of(variant)
     with alone_in(folder):
-        commands = [configuration(folder, variant)]
-        if compile_it:
-            commands.append([tool("cmake"), "--build", str(folder), *(["--target", target] if target else [])])
-        for command in commands:
-            if status := subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode:
-                sys.exit(status)
+        run(configuration(folder, variant))
+        if not compile_it:
+            return
+        take_over(folder)
+        run([tool("cmake"), "--build", str(folder), *(["--target", target] if target else [])])
+
+
+def run(command):
+    if status := subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode:
+        sys.exit(status)
 
 
 def main():
