@@ -11,6 +11,8 @@ import threading
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before Megatron is imported, which takes longest of all that is collected here
+    pytest.skip("no CUDA device, or a torch without CUDA", allow_module_level=True)
 pytest.importorskip("megatron.core")
 
 import exact_layers
