@@ -6,6 +6,7 @@ through `preload` the heavy ones) in one clean single-threaded process with the 
 of those pieces.
 """
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -90,6 +91,7 @@ def _collect(ranks, deadline):
 
 
 def _rank(job, function, arguments, environment):
+    gc.freeze()  # or each collection would look at all that the fork server imported, and copy its pages
     os.environ.update(environment)
     os.environ.update(variables(job.rank, job.num_ranks, job.port))
     try:

@@ -1,6 +1,7 @@
 """Training parity in the subset CI runs, and proof that parity can fail: every planted bug must be
 noticed."""
 
+import gc
 import os
 import sys
 
@@ -27,6 +28,11 @@ def test_what_ranks_have_in_common_is_imported_before_they_are_forked():
     names = ("megatron.core.models.gpt.gpt_model", "hybrid_ep.buffer", "hybrid_ep.spares", "recipes.model")
     assert parity_world.run_world(imported, 1, (names,)) == [[True] * len(names)]
     assert parity_world.run_world(imported, 1, (["megatron_patches.buffers", "deep_ep"],)) == [[False, False]]
+
+
+def test_collections_of_a_rank_do_not_look_at_what_was_imported_before():
+    """Of which there are half a million objects, in each of hundreds of ranks."""
+    assert parity_world.run_world(gc.get_freeze_count, 1)[0] > 100_000
 
 
 def test_quick_parity_on_both_hooks():
