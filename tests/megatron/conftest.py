@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +19,10 @@ import parity_world  # noqa: E402  (of this checkout)
 
 # Programs of many tests import them, each rank for itself.
 parity_world.PRELOAD += ["pytest", "hybrid_ep.cli.parser", "hybrid_ep.perf.dwdp", "hybrid_ep.testing", "recipes.model"]
+
+# As everywhere here no test is timed: an example may have to wait for a core.
+settings.register_profile("megatron", parent=settings(), deadline=None)
+settings.load_profile("megatron")
 
 
 @pytest.fixture
