@@ -166,7 +166,8 @@ class Session(Metered):
     def leave(self, began: Any, error: BaseException | None) -> None:
         progress, outer, borrowed = began
         validation.leave(outer)
-        devices.give_back(borrowed)
+        if borrowed is not None:
+            devices.give_back(borrowed)
         if error is None:
             self._lock.release()
             if self._closing is not None:
