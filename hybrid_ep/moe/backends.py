@@ -83,17 +83,18 @@ class LoopBackend:
 
     name = "loop"
     in_turns = True
+    in_a_graph = "give 16-bit rows to 'torch'"
 
     @staticmethod
     def absence() -> str | None:
         return None
 
-    @staticmethod
-    def refusal(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
+    @classmethod
+    def refusal(cls, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
         if dtype not in FLOATS:
             return f"dtype {dtype} is not one of {', '.join(map(str, FLOATS))}"
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "it reads the counts on the host, which a CUDA graph cannot capture; give 16-bit rows to 'torch'"
+            return f"it reads the counts on the host, which a CUDA graph cannot capture; {cls.in_a_graph}"
         return None
 
     @staticmethod
@@ -101,23 +102,33 @@ class LoopBackend:
         return None
 
     @staticmethod
+    def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+        """Of an expert's rows [n, K] and its weight [K, F]."""
+        torch.mm(x, w, out=out)
+
+    @staticmethod
+    def gradient(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
+        """Of an expert's weight [K, F], of its rows [n, K] and their gradients [n, F]."""
+        torch.mm(x.t(), g, out=out)
+
+    @classmethod
     def mm(
-        x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None, of: range | None = None
+        cls, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None, of: range | None = None
     ) -> torch.Tensor:
         if out is None:
             out = x.new_empty(x.shape[0], stacks[0].shape[2])
         weights = [weight for stack in stacks for weight in stack]
-        for e, rows in rows_of(groups, of):
-            torch.mm(x[rows], weights[e], out=out[rows])
+        for e, rows in _rows_of(groups, of):
+            cls.product(x[rows], weights[e], out[rows])
         return out
 
-    @staticmethod
-    def wgrad(x: torch.Tensor, g: torch.Tensor, groups: Groups, of: range | None = None) -> list[torch.Tensor]:
+    @classmethod
+    def wgrad(cls, x: torch.Tensor, g: torch.Tensor, groups: Groups, of: range | None = None) -> list[torch.Tensor]:
         made = {i: x.new_zeros(groups.sizes[i], x.shape[1], g.shape[1]) for i in asked(groups, of)}
         first = groups.first_group(of)
         weights = [weight for stack in made.values() for weight in stack]
-        for e, rows in rows_of(groups, of):
-            torch.mm(x[rows].t(), g[rows], out=weights[e - first])
+        for e, rows in _rows_of(groups, of):
+            cls.gradient(x[rows], g[rows], weights[e - first])
         return list(made.values())
 
 
@@ -388,7 +399,7 @@ def asked(groups: Groups, of: range | None) -> range:
     return range(len(groups.sizes)) if of is None else of
 
 
-def rows_of(groups: Groups, of: range | None) -> Iterator[tuple[int, slice]]:
+def _rows_of(groups: Groups, of: range | None) -> Iterator[tuple[int, slice]]:
     """(e, its rows as a slice) of the groups of these stacks that have rows."""
     start, asked = 0, range(groups.first_group(of), groups.past_group(of))
     for e, end in enumerate(groups.ends.tolist()):

@@ -10,37 +10,21 @@ from itertools import accumulate
 import torch
 
 from hybrid_ep.moe import block_scaled
-from hybrid_ep.moe.backends import BACKENDS, FLOATS, Backend, Groups, LoopBackend, Stacks, TritonBackend, asked, rows_of
+from hybrid_ep.moe.backends import BACKENDS, FLOATS, Backend, Groups, LoopBackend, Stacks, TritonBackend, asked
 
 
 class BlockScaledLoop(LoopBackend):
-    """The reference, a product per expert that has rows, on any device; needs the counts on the host."""
+    """The reference, on any device."""
+
+    in_a_graph = "give 'triton'"
 
     @staticmethod
-    def refusal(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "it reads the counts on the host, which a CUDA graph cannot capture; give 'triton'"
-        return LoopBackend.refusal(device, dtype, shape)
+    def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(block_scaled.rows_times_matrix(x, w))
 
     @staticmethod
-    def mm(
-        x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None, of: range | None = None
-    ) -> torch.Tensor:
-        if out is None:
-            out = x.new_empty(x.shape[0], stacks[0].shape[2])
-        weights = [weight for stack in stacks for weight in stack]
-        for e, rows in rows_of(groups, of):
-            out[rows] = block_scaled.rows_times_matrix(x[rows], weights[e])
-        return out
-
-    @staticmethod
-    def wgrad(x: torch.Tensor, g: torch.Tensor, groups: Groups, of: range | None = None) -> list[torch.Tensor]:
-        made = {i: x.new_zeros(groups.sizes[i], x.shape[1], g.shape[1]) for i in asked(groups, of)}
-        first = groups.first_group(of)
-        weights = [weight for stack in made.values() for weight in stack]
-        for e, rows in rows_of(groups, of):
-            weights[e - first].copy_(block_scaled.matrix_gradient(x[rows], g[rows]))
-        return list(made.values())
+    def gradient(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(block_scaled.matrix_gradient(x, g))
 
 
 class BlockScaledTriton(TritonBackend):

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from hybrid_ep.moe.block_scaled import BLOCK
-from hybrid_ep.moe.triton_grouped import BAND_TILES, in_bands, programs
+from hybrid_ep.moe.triton_grouped import BAND_TILES, find_tile, programs, tiles_of
 from hybrid_ep.moe.triton_rounding import LAUNCH, e4m3_bits, round_to
 
 MAX_GROUPS = 1024  # a program holds all ends in registers
@@ -101,14 +101,9 @@ def _quantise_columns_kernel(
     BK: tl.constexpr,
 ):
     """A block of BK places of the groups from_group .. past_group, of BN columns; places behind a group's end are 0."""
-    block = tl.program_id(0)
-    groups = tl.arange(0, GROUPS)
-    known = groups < past_group
-    ends = tl.load(ends_ptr + groups, mask=known, other=0)
-    starts = tl.load(ends_ptr + groups - 1, mask=known & (groups > 0), other=0)
-    blocks = (ends - starts + BK - 1) // BK
-    through = tl.cumsum(blocks)
-    group = tl.sum((known & (through <= block)).to(tl.int32))
+    block, groups = tl.program_id(0), tl.arange(0, GROUPS)
+    starts, ends, blocks, through = tiles_of(ends_ptr, 0, past_group, GROUPS, BK)
+    group = tl.sum(((groups < past_group) & (through <= block)).to(tl.int32))
     if (group >= from_group) & (group < past_group):
         mine = groups == group
         end = tl.sum(tl.where(mine, ends, 0))
@@ -146,20 +141,10 @@ def _rows_kernel(
 ):
     """out[i] = x[i] @ w[e - from_group] for the rows i of the groups e in from_group .. num_groups. k: a multiple of
     BK."""
-    groups = tl.arange(0, GROUPS)
-    known = groups < num_groups
-    ends = tl.load(ends_ptr + groups, mask=known, other=0)
-    starts = tl.load(ends_ptr + groups - 1, mask=known & (groups > 0), other=0)
-    heights = tl.where(known & (groups >= from_group), (ends - starts + BM - 1) // BM, 0)  # in tiles
-    through = tl.cumsum(heights)
+    starts, ends, heights, through = tiles_of(ends_ptr, from_group, num_groups, GROUPS, BM)
     columns = (f + BN - 1) // BN
     for tile in range(tl.program_id(0), tl.sum(heights) * columns, tl.num_programs(0)):
-        group = tl.sum((through <= tile // columns).to(tl.int32))
-        mine = groups == group
-        start, end = tl.sum(tl.where(mine, starts, 0)), tl.sum(tl.where(mine, ends, 0))
-        height = tl.sum(tl.where(mine, heights, 0))
-        within = tile - (tl.sum(tl.where(mine, through, 0)) - height) * columns
-        down, across = in_bands(within, height, columns, BAND)
+        group, start, end, down, across = find_tile(tile, starts, ends, heights, through, columns, GROUPS, BAND)
         row, column, expert = start + down * BM, across * BN, group - from_group
         x_at, w_at = x_ptr + row.to(tl.int64) * k, w_ptr + (expert.to(tl.int64) * f + column) * k
         x_scale_at = x_scales_ptr + row
@@ -205,10 +190,7 @@ def _weights_kernel(
     g [f, places] as _quantise_columns_kernel lays them."""
     expert = tl.program_id(1)
     groups = tl.arange(0, GROUPS)
-    known = groups < num_groups
-    ends = tl.load(ends_ptr + groups, mask=known, other=0)
-    starts = tl.load(ends_ptr + groups - 1, mask=known & (groups > 0), other=0)
-    blocks = (ends - starts + BK - 1) // BK
+    _, _, blocks, _ = tiles_of(ends_ptr, 0, num_groups, GROUPS, BK)
     begin = tl.sum(tl.where(groups < first + expert, blocks, 0))
     num_blocks = tl.sum(tl.where(groups == first + expert, blocks, 0))
     columns = (f + BN - 1) // BN

@@ -36,6 +36,30 @@ def in_bands(tile, height, width, BAND: tl.constexpr):
 
 
 @triton.jit
+def tiles_of(ends_ptr, from_group, past_group, GROUPS: tl.constexpr, BM: tl.constexpr):
+    """(starts, ends, tiles of BM rows, tiles through) of the groups before past_group; those before from_group count
+    no tile."""
+    groups = tl.arange(0, GROUPS)
+    known = groups < past_group
+    ends = tl.load(ends_ptr + groups, mask=known, other=0)
+    starts = tl.load(ends_ptr + groups - 1, mask=known & (groups > 0), other=0)
+    heights = tl.where(known & (groups >= from_group), (ends - starts + BM - 1) // BM, 0)
+    return starts, ends, heights, tl.cumsum(heights)
+
+
+@triton.jit
+def find_tile(tile, starts, ends, heights, through, columns, GROUPS: tl.constexpr, BAND: tl.constexpr):
+    """(group, its first row, the end of its rows, row and column of the tile in it): see `tiles_of`."""
+    group = tl.sum((through <= tile // columns).to(tl.int32))
+    mine = tl.arange(0, GROUPS) == group
+    start, end = tl.sum(tl.where(mine, starts, 0)), tl.sum(tl.where(mine, ends, 0))
+    height = tl.sum(tl.where(mine, heights, 0))
+    within = tile - (tl.sum(tl.where(mine, through, 0)) - height) * columns
+    down, across = in_bands(within, height, columns, BAND)
+    return group, start, end, down, across
+
+
+@triton.jit
 def _from(first, its_ptr, its_step, group, weight, expert, step):
     """(weights, expert among them, elements between experts) of a group: the stack's from its first group on."""
     beyond = group >= first
@@ -76,20 +100,10 @@ def _rows_kernel(
     """out[i] = x[i] @ w[e] for the rows i of the groups e in from_group .. num_groups. first1..3: the first group of
     stacks 1 to 3. step0..3: elements between experts of a stack; step_k, step_f: between elements of a matrix, the same
     in all stacks."""
-    groups = tl.arange(0, GROUPS)
-    known = groups < num_groups
-    ends = tl.load(ends_ptr + groups, mask=known, other=0)
-    starts = tl.load(ends_ptr + groups - 1, mask=known & (groups > 0), other=0)
-    heights = tl.where(known & (groups >= from_group), (ends - starts + BM - 1) // BM, 0)  # in tiles
-    through = tl.cumsum(heights)
+    starts, ends, heights, through = tiles_of(ends_ptr, from_group, num_groups, GROUPS, BM)
     columns = (f + BN - 1) // BN
     for tile in range(tl.program_id(0), tl.sum(heights) * columns, tl.num_programs(0)):
-        group = tl.sum((through <= tile // columns).to(tl.int32))
-        mine = groups == group
-        start, end = tl.sum(tl.where(mine, starts, 0)), tl.sum(tl.where(mine, ends, 0))
-        height = tl.sum(tl.where(mine, heights, 0))
-        within = tile - (tl.sum(tl.where(mine, through, 0)) - height) * columns
-        down, across = in_bands(within, height, columns, BAND)
+        group, start, end, down, across = find_tile(tile, starts, ends, heights, through, columns, GROUPS, BAND)
         row, column = start + down * BM, across * BN
         weight, expert, step = w0_ptr, group, step0
         if STACKS > 1:

@@ -162,11 +162,17 @@ FAULTS = {
     "a square's scale is its smallest row's": ("rows", "tl.max(tl.max(_mag", "tl.min(tl.max(_mag"),
     "blocks of a group are counted from row 0": ("dw", "starts + (block - through + blocks) * BK", "block * BK"),
     "rows behind the group enter its gradient": ("dw", "(at_row < end - row)[:, None] & in_columns", "in_columns"),
-    "the block that is not full is forgotten": ("dw", " + BK - 1) // BK\n    through", ") // BK\n    through"),
+    "the block that is not full is forgotten": (
+        "dw",
+        "past_group, GROUPS, BK)\n",
+        "past_group, GROUPS, BK)\n    blocks = (ends - starts) // BK\n    through = tl.cumsum(blocks)\n",
+    ),
     "a gradient's blocks are counted from its row": (
         "dw",
-        "groups < first + expert, blocks, 0))",
-        "groups == first + expert, starts // BK, 0))",
+        "_, _, blocks, _ = tiles_of(ends_ptr, 0, num_groups, GROUPS, BK)\n"
+        "    begin = tl.sum(tl.where(groups < first + expert, blocks, 0))",
+        "starts, _, blocks, _ = tiles_of(ends_ptr, 0, num_groups, GROUPS, BK)\n"
+        "    begin = tl.sum(tl.where(groups == first + expert, starts // BK, 0))",
     ),
     "a gradient's scale stays the first block's": ("dw", "g_scale_at += f", "g_scale_at += 0"),
     "a turn's gradient begins at the first group": ("dw in turns", "groups < first + expert", "groups < expert"),
