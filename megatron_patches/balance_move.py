@@ -219,9 +219,9 @@ class Mover:
             matrices = len(trained) // len(self.layers)
             mixed = sorted({i // matrices for i, same in enumerate(alike) if not same})
             raise ValueError(
-                f"--hybrid-ep-balance slow moves experts between parameters, and in MoE layers "
-                f"{mixed} some are frozen (requires_grad) and others are not: freeze all of a layer's experts, or "
-                "none, on all ranks, or give --hybrid-ep-balance exact"
+                f"--hybrid-ep-balance slow moves experts between parameters, and in MoE layers {mixed} of this "
+                "pipeline stage, counted from 0, some are frozen (requires_grad) and others are not: freeze all of a "
+                "layer's experts, or none, on all ranks, or give --hybrid-ep-balance exact"
             )
 
     def begin(self, changes: Mapping[int, Placement]) -> Move:

@@ -22,16 +22,15 @@ import torch.distributed as dist
 
 from hybrid_ep.balance.relays import relays
 from hybrid_ep.errors import DeadlineError
-from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from megatron_patches import settings
 from megatron_patches.balance_arriving import Homeward, Push, Pushed, Refill, SlotUse, fp32_main_grad
 from megatron_patches.balance_relay import Rails, Straight
+from megatron_patches.trained import SomeTrain
 
 if TYPE_CHECKING:
     from hybrid_ep.balance.microbatch import MicrobatchPlan
     from megatron_patches.balance import ExactManager
 
-DEFAULT_TIMEOUT_S = 100.0
 # Bytes of an expert's weights from which they go along the rails. By arithmetic, not measured on a GPU: two more steps
 # of messages at an assumed 30 us each are three clones of a mebibyte through a NIC of 50 GB/s. Owners of smaller
 # experts receive the gradients of all clones at once, at most two mebibytes each.
@@ -61,7 +60,7 @@ def release() -> None:
 
 def wait_for(work: Iterable[dist.Work], what: str, rank: int) -> None:
     """Wait for torch.distributed's handles together; DeadlineError when one does not end in time or a peer is gone."""
-    limit = settings.current().exchange.timeout_s or DEFAULT_TIMEOUT_S
+    limit = settings.current().exchange.longest_wait_s
     start = time.monotonic()
     for one in work:
         left = max(limit - (time.monotonic() - start), 0.001)
@@ -160,7 +159,7 @@ class CloneExperts:
         self.number, self.doubts = self.use.next_number(), 0
         self.ranks_per_node = self.group.size() // manager.planner.options.num_nodes
         self.straight = sum(self.weights.sizes) * self.stacks[0].element_size() < RAILS_FROM_BYTES
-        self._some_train: bool | None = None  # of any rank's experts of this layer, once that is known
+        self._some_train = SomeTrain(self.group, manager.settings.exchange.longest_wait_s)
 
     def make_stacks(self) -> tuple[list[torch.Tensor], SlotUse]:
         """[slots, *shape] for every matrix, in one storage, and who has them."""
@@ -234,14 +233,11 @@ class CloneExperts:
 
     def _anchor(self) -> torch.Tensor | None:
         """What has this rank's backward bring clones' gradients home although all experts here are frozen: others wait
-        for them where any rank's are trained. Ranks ask each other once, in a layer's first forward with gradients."""
-        if not torch.is_grad_enabled():
+        for them where any rank's are trained."""
+        owners = self.weights.owners
+        if not torch.is_grad_enabled() or not self._some_train.ask(owners) or any(o.requires_grad for o in owners):
             return None
-        mine = any(owner.requires_grad for owner in self.weights.owners)
-        if self._some_train is None:
-            meet = Rendezvous(GroupView.of(self.group), settings.current().exchange.timeout_s or DEFAULT_TIMEOUT_S)
-            self._some_train = any(meet.exchange("trained experts", mine))
-        return self.stacks[0].new_empty(0).requires_grad_() if self._some_train > mine else None
+        return self.stacks[0].new_empty(0).requires_grad_()
 
     def may_clone(self, plan: MicrobatchPlan) -> bool:
         """Whether to run the clones, the same on all ranks."""

@@ -139,7 +139,7 @@ def num_nodes(group: dist.ProcessGroup, wanted: Settings) -> int:
 def _find_places(group: dist.ProcessGroup, wanted: Settings) -> _Places:
     """The same on every rank; ValueError on all of them where they differ in what they were told, or one cannot run."""
     view = GroupView.of(group)
-    meet = Rendezvous(view, wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S"))
+    meet = Rendezvous(view, wanted.exchange.longest_wait_s)
     try:
         declared, origin = wanted.exchange.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
         if declared is None:

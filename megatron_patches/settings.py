@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from hybrid_ep import env
 from megatron_patches.layer_settings import Experts, Router
 from megatron_patches.setting_option import SWITCH, Option, option
 
@@ -119,6 +120,11 @@ class Exchange:
         "everything again (repeat).",
     )
     buffer_class: type | None = dataclasses.field(default=None, metadata={"option": Option("buffer_class", None, {})})
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds, of whatever waits for other ranks."""
+        return float(self.timeout_s or env.get("HYBRID_EP_TIMEOUT_S"))
 
     def __post_init__(self) -> None:
         _check_integers(ranks_per_node=self.ranks_per_node, num_sms=self.num_sms, latency_tokens=self.latency_tokens)

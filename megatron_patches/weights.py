@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import env
 from hybrid_ep.errors import HybridEPError
 from hybrid_ep.runtime import devices
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
@@ -31,7 +30,8 @@ from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
 from megatron_patches import graphs, settings, weights_choice
 from megatron_patches.experts import GroupedExperts
 from megatron_patches.manager import HybridEPManager
-from megatron_patches.weights_autograd import FetchAgain, Through, Travelled, Use, anchor
+from megatron_patches.trained import SomeTrain
+from megatron_patches.weights_autograd import FetchAgain, Through, Travelled, Use
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -155,6 +155,7 @@ class LayerWeights:
         self.group, self.experts, self.plain_forward = group, experts, experts.forward
         self.chosen: bool | None = None
         self.number = -1
+        self._some_train = SomeTrain(group.group, group.wanted.exchange.longest_wait_s)
         experts.register_load_state_dict_post_hook(lambda module, keys: group.changed())
 
     @property
@@ -190,7 +191,7 @@ class LayerWeights:
         there = prefetcher.acquire(self.number)
         try:
             use = Use(self)
-            asked = anchor(rows, probs, *self.owners)
+            asked = self._anchor(rows, probs)
             rows, probs = Through.apply(use, asked, rows, probs)
             stacks = Travelled.apply(use, there, asked, *self.owners)
             further = list(zip(stacks[::2], stacks[1::2], strict=True))
@@ -200,6 +201,15 @@ class LayerWeights:
         finally:
             again = torch._C._current_graph_task_id() != -1  # recomputed in the backward, whose way it goes
             prefetcher.release(self.number, backward=again, training=self.experts.training)
+
+    def _anchor(self, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor | None:
+        """What has gradients of other homes' experts made although all experts at home here may be frozen, and nothing
+        else of this rank ask for gradients. Not by torch.autograd.grad, which is asked for other tensors: they would
+        come home a second time."""
+        if not torch.is_grad_enabled():
+            return None
+        needed = self._some_train.ask(self.owners) or any(t.requires_grad for t in (rows, probs, *self.owners))
+        return rows.new_empty(0).requires_grad_() if needed else None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """A tensor that lies in a buffer is kept as its place there: other layers will use the memory."""
@@ -244,7 +254,7 @@ class GroupWeights:
 
         ValueError where tensors lie elsewhere than the executor's, where ranks of the host's executor lie on
         several hosts, or GPUs do not map each other's memory: experts are read from memory that ranks share."""
-        limit = self.wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S")
+        limit = self.wanted.exchange.longest_wait_s
         view = GroupView.of(self.group)
         meet = Rendezvous(view, limit)
         owners, executor = self.layers[0].owners, asked_executor(None, view)

@@ -23,13 +23,6 @@ class Use:
         self.layer = layer
 
 
-def anchor(*inputs: torch.Tensor) -> torch.Tensor | None:
-    """What has gradients of other homes' experts made where a backward runs at all, although all experts at home here
-    may be frozen. Not by torch.autograd.grad, which is asked for other tensors: they would come home a second time."""
-    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    return inputs[0].new_empty(0).requires_grad_() if needed else None
-
-
 class Through(torch.autograd.Function):
     """rows and probs as they are. Backward: behind all that reads the layer's weights."""
 

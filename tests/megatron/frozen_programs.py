@@ -20,12 +20,12 @@ ASKED = (
 )
 
 
-def gradients(layers, micro_batches=2, inputs_first=False):
+def gradients(layers, micro_batches=2, inputs_first=False, inputs=True):
     """Of a step, by logical expert, and of its last input; in main_grad where there is one. inputs_first: gradients of
-    inputs alone are asked for before each backward."""
+    inputs alone are asked for before each backward. inputs: they require gradients; else experts' alone are given."""
     for number in range(1, 1 + micro_batches):
         hidden, maps, probs = batch(number, torch.distributed.get_rank())
-        out = layers.forward(hidden.requires_grad_(), maps, probs.requires_grad_())
+        out = layers.forward(hidden.requires_grad_(inputs), maps, probs.requires_grad_(inputs))
         loss = (out * integers(out.shape, number)).sum()
         if inputs_first:
             torch.autograd.grad(loss, [hidden, probs], retain_graph=True)
@@ -36,7 +36,7 @@ def gradients(layers, micro_batches=2, inputs_first=False):
         found = getattr(parameter, "main_grad", parameter.grad)
         return torch.zeros_like(parameter) if found is None else found
 
-    return [*layers.everywhere(read), hidden.grad, probs.grad]
+    return [*layers.everywhere(read), *([hidden.grad, probs.grad] if inputs else [])]
 
 
 def differing(ep, prepare=lambda layers: None, **how):
@@ -48,21 +48,25 @@ def differing(ep, prepare=lambda layers: None, **how):
             megatron_patches.apply(ranks_per_node=ep, timeout_s=10.0, **given)
             layers = Layers(groups, ep)
             prepare(layers)
-            results.append(gradients(layers, **how))
+            # Without balancing a rank nothing of which asks for gradients takes no part in others' backward.
+            results.append(gradients(layers, **how | ({} if given is asked else {"inputs": True})))
             megatron_patches.revert()
-        if not equal(*results):
+        wanted, got = results
+        if not equal(wanted[: len(got)], got):
             found.append(asked)
     return found
 
 
-def experts_of_one_rank(ep):
-    """Rank 0's experts are frozen, and those of the others are trained, by tokens of rank 0 as well."""
+def experts_of_one_rank(ep, frozen, inputs):
+    """Rank 0's experts of so many layers are frozen, and those of the others are trained, by tokens of rank 0 as well;
+    inputs: whose gradients are asked for."""
 
     def prepare(layers):
-        for parameter in layers.parameters():
-            parameter.requires_grad_(torch.distributed.get_rank() > 0)
+        for _, experts in layers.pairs[:frozen]:
+            for parameter in experts.parameters():
+                parameter.requires_grad_(torch.distributed.get_rank() > 0)
 
-    return differing(ep, prepare)
+    return differing(ep, prepare, inputs=inputs)
 
 
 def behind_ddp(ep):
