@@ -59,6 +59,7 @@ def predict(run: ClusterRun) -> str:
             f"{job.cv_slow:.1%})",
             training.said_of(job),
             *_of_launches(run, step),
+            *_of_precision(run),
             *_side_by_side(run, job),
             f"the same by another verb: {command_of(job, recompute=run.recompute)}",
             f"among other layouts: {command_of(job, 'simulate --recommend', run.recompute)}",
@@ -73,6 +74,16 @@ def _nodes(run: ClusterRun) -> str:
     """The flag that asks for the run's hosts, where they are not the recipe's."""
     theirs = CLUSTER_RECIPES[run.recipe](run.hardware.name).num_hosts
     return "" if run.num_hosts == theirs else f" --nodes {run.num_hosts}"
+
+
+def _of_precision(run: ClusterRun) -> list[str]:
+    """With the balancer experts are ours, whose quantising nobody has timed."""
+    if run.precision != "fp8" or run.balance == "off":
+        return []
+    return [
+        "experts in fp8 are the balancer's grouped GEMMs, taken for Transformer Engine's here: quantising rows and "
+        "weights for every product is not counted"
+    ]
 
 
 def _of_launches(run: ClusterRun, step: step_time.Step) -> list[str]:

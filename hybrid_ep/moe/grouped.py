@@ -84,7 +84,8 @@ def grouped_mm(
     gradient, for 128 rows of a group; sums are fp32, dtypes of results as without. A value is off by at most 1/16 of
     itself or, where that is more, 2.2e-6 of its block's largest: an element by at most 0.13 of its sum of magnitudes
     and what such small values add, in normal data by 3.7 % (root mean square). A NaN or an infinity makes NaN
-    of all that its block takes part in. "loop", the reference, and "triton" do it; "auto" the latter where it runs.
+    of all that its block takes part in. (Blocks below 5.3e-36 lose more.) "loop", the reference, and "triton" do it;
+    "auto" the latter where it runs.
 
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with

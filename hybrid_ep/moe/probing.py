@@ -25,6 +25,7 @@ import torch
 
 from hybrid_ep.moe import padding
 from hybrid_ep.moe.backends import Backend, Groups
+from hybrid_ep.moe.block_scaled import BLOCK
 from hybrid_ep.moe.precisions import PRECISIONS, backend_of
 
 deterministic: Any = torch.utils.deterministic  # its stub lacks the switch that torch adds at run time
@@ -33,7 +34,9 @@ COUNTS = {"start": (0, 0, 24, 8), "middle": (16, 0, 0, 16), "end": (8, 24, 0, 0)
 PAD_ROWS = 16  # a multiple of every 16-bit format's alignment
 _ROWS, _TAIL, _K, _F = 32, 8, 32, 64
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the largest value
-_TOLERANCE_OF_FP8 = 1e-2  # at least: Hopper's tensor cores keep some 14 bits of the sum of a block
+# Both quantise alike, so that dtypes make no difference; Hopper's tensor cores keep some 14 bits of the sum of a block.
+_TOLERANCE_OF_FP8 = 1e-2
+_LARGER_FOR_FP8 = 6  # in rows, K and F: groups and matrices of several blocks, the last of which are not full
 
 log = logging.getLogger("hybrid_ep.moe")
 _known: dict[tuple, Probe] = {}
@@ -121,7 +124,12 @@ def _judge(
     backend: Backend, counts: Sequence[int], device: torch.device, dtype: torch.dtype, precision: str, *, padded: bool
 ) -> tuple[str, bool]:
     """("right" | "empty": only gradients of empty groups differ | "wrong", tail rows came out as not zero)."""
-    x, g, w, offsets = _problem(counts, device, dtype)
+    times = _LARGER_FOR_FP8 if precision == "fp8" else 1
+    counts = [count * times for count in counts]
+    x, g, w, offsets = _problem(counts, device, dtype, times)
+    if precision == "fp8":
+        for matrix in (x, g, w):
+            _make_blocks_unlike(matrix)
     groups, real = Groups(offsets, (len(counts),)), slice(0, sum(counts))
     right = PRECISIONS[precision]["loop"]
     want = (
@@ -129,14 +137,14 @@ def _judge(
         right.mm(g, [w.transpose(1, 2)], groups)[real],
         right.wgrad(x, g, groups)[0],
     )
-    at_most = _TOLERANCE[dtype] if precision == "params" else max(_TOLERANCE[dtype], _TOLERANCE_OF_FP8)
+    at_most = _TOLERANCE[dtype] if precision == "params" else _TOLERANCE_OF_FP8
     if padded:
         x, at, row_of = padding.pad_groups(x, offsets, PAD_ROWS, empty_only=True)
         g = padding.pad_groups(g, offsets, PAD_ROWS, empty_only=True).rows
         groups = groups._replace(ends=at)
     else:
         row_of = torch.arange(x.shape[0], device=device, dtype=torch.int64)
-    with _poisoned_memory(device, (x.shape[0] * _F, x.shape[0] * _K, w.numel()), dtype):
+    with _poisoned_memory(device, (x.shape[0] * g.shape[1], x.numel(), w.numel()), dtype):
         out = backend.mm(x, [w], groups)[row_of]
         dx = backend.mm(g, [w.transpose(1, 2)], groups)[row_of]
         (dw,) = backend.wgrad(x, g, groups)
@@ -149,16 +157,25 @@ def _judge(
 
 
 def _problem(
-    counts: Sequence[int], device: torch.device, dtype: torch.dtype
+    counts: Sequence[int], device: torch.device, dtype: torch.dtype, times: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, k, f = ((_ROWS + _TAIL) * times, _K * times, _F * times)
     generator = torch.Generator().manual_seed(1)
     x, g, w = (
         torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype).to(device)
-        for shape in ((_ROWS + _TAIL, _K), (_ROWS + _TAIL, _F), (len(counts), _K, _F))
+        for shape in ((rows, k), (rows, f), (len(counts), k, f))
     )
     x[sum(counts) :] = g[sum(counts) :] = float("nan")  # nothing of the tail may reach a result
     offsets = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=device)
     return x, g, w, offsets
+
+
+def _make_blocks_unlike(matrix: torch.Tensor) -> None:
+    """Blocks of either direction differ by powers of two: a result of another block's scale is off by as much."""
+    for dim in (-2, -1):
+        blocks = torch.arange(matrix.shape[dim], device=matrix.device, dtype=torch.int64) // BLOCK
+        sizes = torch.ldexp(torch.ones_like(blocks, dtype=matrix.dtype), blocks % 3)
+        matrix.mul_(sizes.unsqueeze(1) if dim == -2 else sizes)
 
 
 def _close(got: torch.Tensor, want: torch.Tensor, at_most: float) -> bool:

@@ -183,6 +183,7 @@ def check_products():
     several = torch.float32, (2,), (5, 0, 140), 200, 136
     assert right(triton_block_scaled, several)
     assert right(triton_block_scaled, (torch.float16, (), (3, 129, 0), 128, 16), ("rows", "dw"))
+    assert right(triton_block_scaled, (torch.bfloat16, (), (130,), 300, 136), ("rows", "dx", "dw"))
     text = Path(triton_block_scaled.__file__).read_text()
     for fault, (part, is_there, planted) in FAULTS.items():
         assert text.count(is_there) == 1, fault

@@ -140,6 +140,30 @@ def test_what_does_not_multiply_in_fp8_is_named(options, said):
         grouped_mm(x, w, ends, **({"precision": "fp8"} | options))
 
 
+def with_first_scale(a, rows):
+    """Quantised, and every block of a row with the scale of the first one."""
+    made = block_scaled.quantise(a, rows)
+    return made._replace(scales=made.scales[:, :1].expand_as(made.scales))
+
+
+class FirstScaleOfRows(BlockScaledLoop):
+    @staticmethod
+    def product(x, w, out):
+        out.copy_(block_scaled.product(with_first_scale(x, 1), block_scaled.quantise(w.t(), 128)))
+
+
+class FirstScaleOfWeights(BlockScaledLoop):
+    @staticmethod
+    def product(x, w, out):
+        out.copy_(block_scaled.product(block_scaled.quantise(x), with_first_scale(w.t(), 128)))
+
+
+class FirstScaleOfGradients(BlockScaledLoop):
+    @staticmethod
+    def gradient(x, g, out):
+        out.copy_(block_scaled.product(block_scaled.quantise(x.t()), with_first_scale(g.t(), 1)))
+
+
 def test_the_probe_judges_by_the_reference(monkeypatch):
     found = probe("cpu", torch.bfloat16, "loop", "fp8")
     assert found.remedy == "none" and "loop, bfloat16 in fp8 on cpu" in str(found)
@@ -164,4 +188,6 @@ def test_the_probe_judges_by_the_reference(monkeypatch):
     counts = (7, 0, 0, 1)
     x, w, grad = problem(counts, 5, torch.float32)
     same(FP8(x, w, grad, offsets_of(counts), backend="forgetful"), by_hand(x, w, grad, counts))
+    for wrong in (FirstScaleOfRows, FirstScaleOfWeights, FirstScaleOfGradients):
+        assert probing.examine(wrong, torch.device("cpu"), torch.bfloat16, "fp8").remedy == "unusable", wrong.__name__
     assert probing.examine(NeverWritten, torch.device("cpu"), torch.float32, "fp8").remedy == "unusable", "it is exact"

@@ -68,7 +68,9 @@ _PRODUCT = {"GROUPS": 16, "BK": block_scaled.BLOCK, **block_scaled.TILE}
 BLOCK_SCALED = {
     "rows": (block_scaled._rows_kernel, {**_PRODUCT, "BAND": 8}),
     "rows of 512 groups": (block_scaled._rows_kernel, {**_PRODUCT, "BAND": 8, "GROUPS": 512}),
+    "rows of one group": (block_scaled._rows_kernel, {**_PRODUCT, "BAND": 8, "GROUPS": 1, "num_groups": 1}),
     "gradient of weights": (block_scaled._weights_kernel, _PRODUCT),
+    "gradient of one": (block_scaled._weights_kernel, {**_PRODUCT, "GROUPS": 1, "num_groups": 1}),
 }
 _BLOCK = {"BK": block_scaled.BLOCK}
 QUANTISING = {
@@ -76,6 +78,10 @@ QUANTISING = {
     "weights": (block_scaled._quantise_weights_kernel, {**_BLOCK, "step_inner": 1}),
     "weights, turned": (block_scaled._quantise_weights_kernel, {**_BLOCK, "step_row": 1}),
     "columns": (block_scaled._quantise_columns_kernel, {**_BLOCK, "BN": block_scaled.COLUMNS, "GROUPS": 16}),
+    "columns of one group": (
+        block_scaled._quantise_columns_kernel,
+        {**_BLOCK, "BN": block_scaled.COLUMNS, "GROUPS": 1, "past_group": 1},
+    ),
 }
 _SCALES = {n: "*fp32" for n in ("scales_ptr", "x_scales_ptr", "w_scales_ptr", "g_scales_ptr")}
 _E4M3 = {**_SCALES, **{n: "*fp8e4nv" for n in ("x_ptr", "w_ptr", "g_ptr")}}

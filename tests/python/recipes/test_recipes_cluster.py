@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybrid_ep.perf.step_time import step
 from recipes import CLUSTER_RECIPES, get_recipe, megatron_arguments, memory, sbatch
-from recipes.cluster_summary import describe, job_of
+from recipes.cluster_summary import describe, job_of, predict
 from recipes.hardware import HARDWARE
 
 VARIANTS = [(name, hardware) for name in CLUSTER_RECIPES for hardware in HARDWARE]
@@ -129,6 +129,8 @@ def test_experts_of_the_balancer_multiply_in_fp8_where_the_model_does():
     flags = megatron_arguments.megatron_arguments(run.derive(**BALANCED | {"precision": "fp8"}))
     assert value(flags, "--hybrid-ep-grouped-gemm-precision") == "fp8" and value(flags, "--fp8-recipe") == "blockwise"
     assert "--hybrid-ep-grouped-gemm-precision" not in megatron_arguments.megatron_arguments(run.derive(**BALANCED))
+    told = [predict(run.derive(**BALANCED | {"precision": p})) for p in ("fp8", "bf16")]
+    assert ["quantising" in text for text in told] == [True, False] and "quantising" not in predict(run)
     with pytest.raises(ValueError, match="needs --set fp8_params=no$"):
         run.derive(**BALANCED | {"precision": "fp8", "fp8_params": "yes"})
     with pytest.raises(ValueError, match="needs --set precision=bf16$"):
