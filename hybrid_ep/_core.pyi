@@ -608,8 +608,9 @@ class SpareShape:
     """Registered spare slots for weights of clones; see layout/spare_shape.h."""
 
     def __init__(self, *, spare_slots: int, num_owners: int, element_bytes: int, elements: Sequence[int],
-                 rail_chunk_bytes: int = 32768) -> None:
-        """elements: of each matrix of an expert. rail_chunk_bytes: 0 where clones stay on their owners' nodes."""
+                 rail_chunk_bytes: int = 32768, gradients: bool = True) -> None:
+        """elements: of each matrix of an expert. rail_chunk_bytes: 0 where clones stay on their owners' nodes.
+        gradients: False has no memory for them."""
 
     def gradients_at(self, matrix: int) -> int:
         """The same of spare_gradients."""

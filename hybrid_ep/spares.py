@@ -54,12 +54,14 @@ class SpareSlots:
       (MicrobatchOptions(num_nodes=..., within_node=True)). Then there are no rings for what goes along rails.
     * `spare_slots`, `num_owners`: slots for clones, and experts that live here, of every rank.
     * `shapes`, `dtype`: of the matrices of one expert (bf16, fp16 or fp32; each a multiple of 16 bytes).
+    * `gradients`: False for slots whose clones are computed forward alone, or whose gradients other slots collect:
+      there is no memory for gradients.
     * `timeout_s`, `executor`: as for HybridEPBuffer. `num_blocks`: of a launch (default: on GPUs with ranks of
       their own 8 of a push, 12 where clones go to other nodes, and 64 of a collection; else 1). Where they go to other
       nodes there are two at least, of which a third, or one, serve the node and the others the rails.
 
-    weights: a tensor ``[spare_slots, *shape]`` of dtype for each matrix; gradients: the same in fp32. Both are zeros at
-    first, and registered memory for the life of the object.
+    weights: a tensor ``[spare_slots, *shape]`` of dtype for each matrix; gradients: the same in fp32, or none. All are
+    zeros at first, and registered memory for the life of the object.
 
     A push overwrites the slots of ranks whose own push has begun: whatever reads them must be on the caller's stream
     before that rank's next push. Raises ValueError when an argument is wrong or differs between ranks, BootstrapError
@@ -75,6 +77,7 @@ class SpareSlots:
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
         clones_within_node: bool = False,
+        gradients: bool = True,
         num_blocks: int | None = None,
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         timeout_s: float | None = None,
@@ -83,7 +86,7 @@ class SpareSlots:
         self._session: Session | None = None
         view = GroupView.of(group)
         try:
-            self._layout = spares.layout(spare_slots, num_owners, shapes, dtype, clones_within_node)
+            self._layout = spares.layout(spare_slots, num_owners, shapes, dtype, clones_within_node, gradients)
             o = options.parse(
                 hidden_dim=8,
                 max_num_of_tokens_per_rank=0,
@@ -122,8 +125,8 @@ class SpareSlots:
         self._pushed: tuple[torch.Tensor, ...] | None = None  # of the push under way, what its kernel reads
         self._collecting: tuple[torch.Tensor, ...] | None = None  # likewise
         with torch.inference_mode(False):
-            weights, gradients = spares.stacks(self._session.engine, self._layout, o.device)
-        self.weights, self.gradients = tuple(weights), tuple(gradients)
+            stacks = spares.stacks(self._session.engine, self._layout, o.device)
+        self.weights, self.gradients = map(tuple, stacks)
         if o.device.type == "cuda":
             torch.cuda.current_stream(o.device).synchronize()  # zeros, before another rank's weights
         meet.exchange("spare slots are zeros", None)
@@ -187,6 +190,8 @@ class SpareSlots:
         wait_collect(). Till then `gradients` and `sums` are the kernels'. Collective. Raises ValueError, DeadlineError.
         """
         with self._open() as session:
+            if not self._layout.gradients:
+                raise ValueError("start_collect: these slots were made with gradients=False; make them with True")
             if self._collecting is not None:
                 raise ValueError(
                     "start_collect: the collection before this one was not waited for; call wait_collect()"

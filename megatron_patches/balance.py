@@ -46,8 +46,6 @@ UNSUPPORTED = {
     "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
     "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor",
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-    "delay_wgrad_compute": "--delay-wgrad-compute",
     "add_bias_linear": "linear biases (give --disable-bias-linear)",
     "fp4": "--fp4-format",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
@@ -55,6 +53,7 @@ UNSUPPORTED = {
 # The same, of Megatron's experts; ours, in their place, say themselves with what they work.
 UNSUPPORTED_EXPERTS = {
     "moe_grouped_gemm": "--moe-grouped-gemm without --hybrid-ep-grouped-gemm",
+    "delay_wgrad_compute": "--delay-wgrad-compute without --hybrid-ep-grouped-gemm",
     "fp8": "--fp8-format without --hybrid-ep-grouped-gemm and --hybrid-ep-grouped-gemm-precision fp8 or params",
 }
 # The same, of clones of single MLPs: their gradients go through autograd, which our grouped experts do anyway.

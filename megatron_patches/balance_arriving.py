@@ -5,10 +5,15 @@ All layers share the slots, so that a layer's backward sends for its clones' wei
 saved or begun early, on all ranks alike, for all run the same layers in the same order: where a backward follows its
 own forward, as the last layer's and a recomputed one's do, the slots hold them still; and as soon as a backward is done
 with the slots, weights for the layer before it are sent for, whose backward comes next, beside all that lies between.
+
+Where forwards and backwards take turns, layer by layer (Megatron's 1F1B overlap of expert communication), each
+direction has slots of its own, a bank: a forward's weights travel beside the backward that has its turn, and take
+nothing from it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -98,6 +103,15 @@ def _weak(one: Arriving | None) -> _Weak:
     return _nobody if one is None else weakref.ref(one)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bank:
+    """The slots of one direction, as a layer sees them. stacks: [slots, *shape] for every matrix of an expert, in one
+    storage; those of a layer's two banks lie in their storages alike. use: who has them."""
+
+    stacks: list[torch.Tensor]
+    use: SlotUse
+
+
 class Homeward:
     """Gradients of clones on their way to their owners. arrived: waits for them, on a GPU by the stream. kept: what has
     to outlive the way."""
@@ -125,28 +139,29 @@ class Arriving:
     replayed: a forward that is recomputed, by the plan object of its first run: the slots may hold its weights."""
 
     def __init__(self, clones: CloneExperts, work: Any, plan: Any, replayed: bool = False) -> None:
-        self.clones, self.use, self.work, self.plan = clones, clones.use, work, plan
+        self.clones, self.work, self.plan = clones, work, plan
+        self._bank = clones.forward_bank  # of the direction that it goes in
         self._made: dict[int, torch.Tensor] = {}  # gradients of the slots, a stack a matrix
         self._homeward: Homeward | None = None  # the same, when they have started home
         self._done = False  # nobody will ask for its weights again
         self._before: Arriving | None = None  # whose backward follows this one's
         if torch.is_grad_enabled():
-            latest = self.use.forward_of(self)
+            latest = self._bank.use.forward_of(self)
             if latest is not None and latest.clones.number == clones.number - 1:
                 self._before = latest
-        self._send_for(fresh=not replayed)
+        self._send_for(self._bank, fresh=not replayed)
 
     def of(self, n: int) -> ArrivingMatrix:
         """What a product with matrix n is to know."""
         return ArrivingMatrix(self, n)
 
     def under_way(self) -> bool:
-        return self.use.push is not None and self._holds()
+        return self._bank.use.push is not None and self._holds(self._bank)
 
     def wait(self) -> None:
         """Until the slots have the weights. DeadlineError when one who brings them does not answer or is gone."""
         if self.under_way():
-            self.use.end_push()
+            self._bank.use.end_push()
 
     def without_clones(self) -> None:
         """Nothing is computed with the slots, and no backward will come here."""
@@ -156,27 +171,28 @@ class Arriving:
     def refill(self) -> None:
         """The backward begins."""
         self._made, self._homeward = {}, None
-        if self._holds():
-            self.use.early(None)
-        self._send_for()
+        self._bank = self.clones.backward_bank
+        if self._holds(self._bank):
+            self._bank.use.early(None)
+        self._send_for(self._bank)
         if not self.clones.weights.waits_in_backward:
             self.wait()
 
     def gradient(self, n: int, made: torch.Tensor) -> None:
         """Of the weights in the slots, matrix n, [slots, *shape]; with the last they start home."""
         self._made[n] = made
-        if len(self._made) == len(self.clones.stacks):
-            self.use.end_collection()
+        if len(self._made) == len(self._bank.stacks):
+            self._bank.use.end_collection()
             gradients = [self._made.pop(n) for n in sorted(self._made)]
-            self._homeward = self.use.collection = self.clones.start_home(self.work, gradients)
+            self._homeward = self._bank.use.collection = self.clones.start_home(self.work, gradients)
 
     def home(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Wait for them; what is left for autograd. gradients: those that autograd brought, in place of gradient()."""
         self.wait()
-        for n, (stack, made) in enumerate(zip(self.clones.stacks, gradients, strict=True)):
+        for n, (stack, made) in enumerate(zip(self._bank.stacks, gradients, strict=True)):
             if self._homeward is None and n not in self._made:
                 self.gradient(n, torch.zeros_like(stack) if made is None else made)
-        homeward, self._homeward, self.use.collection = self._homeward, None, None
+        homeward, self._homeward, self._bank.use.collection = self._homeward, None, None
         assert homeward is not None  # or the last gradient had not started it
         left = homeward.wait()
         self._done = True
@@ -185,37 +201,38 @@ class Arriving:
             before._send_early()
         return left
 
-    def _holds(self) -> bool:
+    def _holds(self, bank: Bank) -> bool:
         """Whether the slots have its weights, or are about to. Two runs of a forward have one plan object."""
-        holder = self.use.holder
+        holder = bank.use.holder
         return holder is not None and holder.clones is self.clones and holder.plan is self.plan
 
     def _send_early(self) -> None:
-        if self._done or self._holds():
+        bank = self.clones.backward_bank
+        if self._done or self._holds(bank):
             return
         if not self.clones.doubts:
-            self._send_for()
-            self.use.early(self.clones)
+            self._send_for(bank)
+            bank.use.early(self.clones)
         else:
-            self.use.guess(self)
+            bank.use.guess(self)
 
-    def _send_for(self, fresh: bool = False) -> None:
+    def _send_for(self, bank: Bank, fresh: bool = False) -> None:
         """Start a push, unless the slots hold these weights. fresh: they cannot, for others may have changed since."""
-        use = self.use
+        use = bank.use
         guessed = use.guess(None)  # who was not sent for early, of doubt
         if guessed is self:
             self.clones.doubts -= 1
         elif guessed is not None:
             guessed.clones.doubts = _DOUBTS
         use.end_collection()
-        if self._holds() and not fresh:
+        if self._holds(bank) and not fresh:
             use.holder = self  # the run before may be gone before this one
             return
         use.end_push()
         use.holder, in_vain = None, use.early(None)
         if in_vain is not None:  # schedules of virtual stages do so again and again
             in_vain.doubts = _DOUBTS
-        use.push = self.clones.start_push(self.work)
+        use.push = self.clones.start_push(self.work, bank)
         use.holder = self
 
 
@@ -243,7 +260,7 @@ class Push(torch.autograd.Function):
         ctx.arriving = arriving
         ctx.set_materialize_grads(False)  # most have been handed over before
         # .data: the slots are refilled under the graph on purpose, CloneExperts._unpack knows.
-        return tuple(stack.data for stack in arriving.clones.stacks)
+        return tuple(stack.data for stack in arriving.clones.forward_bank.stacks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

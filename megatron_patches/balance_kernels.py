@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hybrid_ep.runtime import devices
 from hybrid_ep.runtime.spares import why_not
 from megatron_patches import graphs
-from megatron_patches.balance_arriving import Homeward, Pushed, SlotUse, fp32_main_grad
+from megatron_patches.balance_arriving import Bank, Homeward, Pushed, SlotUse, fp32_main_grad
 from megatron_patches.balance_push import CloneExperts
 
 if TYPE_CHECKING:
@@ -28,9 +28,16 @@ if TYPE_CHECKING:
     from megatron_patches.balance import ExactManager
 
 # (group, spare slots, experts of a rank, shapes, dtype, what its layers ask of exchanges, whether clones stay on their
-# owners' nodes) -> slots for all layers, and who has them
+# owners' nodes, of which direction, None of both) -> slots for all layers, and who has them
 _slots: dict[tuple[Any, ...], tuple[SpareSlots, SlotUse]] = {}
 _said: set[tuple[dist.ProcessGroup, str]] = set()  # choices that were printed
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisteredBank(Bank):
+    """spares: whose weights the stacks are. Those of forwards that take turns with backwards have no gradients."""
+
+    spares: SpareSlots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,25 +99,36 @@ def release() -> None:
 def describe() -> tuple[str, ...]:
     """One line for each set of slots."""
     return tuple(
-        f"SpareSlots: {key[0].size()} ranks, {key[1]} slots a rank for clones, {key[4]}, "
+        f"SpareSlots: {key[0].size()} ranks, {key[1]} slots a rank for clones{_DIRECTIONS[key[7]]}, {key[4]}, "
         f"{slots.memory_report().total_bytes:,} bytes registered"
         for key, (slots, _) in _slots.items()
     )
 
 
+_DIRECTIONS = {None: "", False: " of forwards", True: " of backwards"}
+
+
 class KernelCloneExperts(CloneExperts):
     """As the base class; weights and gradients go by kernels."""
 
-    spares: SpareSlots
+    forward_bank: RegisteredBank
+    backward_bank: RegisteredBank
 
-    def make_stacks(self) -> tuple[list[torch.Tensor], SlotUse]:
-        """Collective."""
+    @property
+    def spares(self) -> SpareSlots:
+        """Those that collect gradients."""
+        return self.backward_bank.spares
+
+    def make_bank(self, backwards: bool = False) -> RegisteredBank:
+        """As the base class. Collective. Either direction has an engine of its own, so that what one sends never waits
+        behind what the other has not begun."""
         from hybrid_ep.spares import SpareSlots
 
         wanted, weights = self.manager.settings.exchange, self.weights
         shapes, dtype = tuple(tuple(shape) for shape in weights.shapes), weights.owners[0].dtype
         stay = self.manager.planner.options.within_node
-        key = self.group, self.num_slots, weights.num_owners, shapes, dtype, wanted, stay
+        direction = backwards if self.takes_turns else None
+        key = self.group, self.num_slots, weights.num_owners, shapes, dtype, wanted, stay, direction
         if key not in _slots:
             made = SpareSlots(
                 self.group,
@@ -119,12 +137,13 @@ class KernelCloneExperts(CloneExperts):
                 shapes=shapes,
                 dtype=dtype,
                 clones_within_node=stay,
+                gradients=direction is not False,
                 num_of_hybrid_ep_ranks_per_nvlink_domain=wanted.ranks_per_node,
                 timeout_s=wanted.timeout_s,
             )
             _slots[key] = made, SlotUse()
-        self.spares, use = _slots[key]
-        return list(self.spares.weights), use
+        spares, use = _slots[key]
+        return RegisteredBank(list(spares.weights), use, spares)
 
     def work_of(self, plan: MicrobatchPlan) -> Work:
         """The plan where kernels read it: as they made it, or a host's."""
@@ -133,13 +152,14 @@ class KernelCloneExperts(CloneExperts):
             return Work(plan, made.slot_expert)
         return Work(plan, torch.from_numpy(plan.slot_expert).to(self.stacks[0].device))
 
-    def start_push(self, work: Any) -> Pushed:
+    def start_push(self, work: Any, bank: Bank) -> Pushed:
         """Send my experts' weights to their clones. What it returns waits for those of my slots."""
+        assert isinstance(bank, RegisteredBank)
         weights = self.weights
         matrices = range(len(weights.sizes))
         mine = [[_aligned(weights.weight(slot, n)) for n in matrices] for slot in range(weights.num_owners)]
-        self.spares.push(work.slot_expert, mine, self.manager.owners)
-        return self.spares
+        bank.spares.push(work.slot_expert, mine, self.manager.owners)
+        return bank.spares
 
     def may_clone(self, plan: MicrobatchPlan) -> bool:
         """Where kernels run beside the host, it does not ask them: then slots without a clone have no token."""

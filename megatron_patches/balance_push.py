@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hybrid_ep.balance.relays import relays
 from hybrid_ep.errors import DeadlineError
 from megatron_patches import settings
-from megatron_patches.balance_arriving import Homeward, Push, Pushed, Refill, SlotUse, fp32_main_grad
+from megatron_patches.balance_arriving import Bank, Homeward, Push, Pushed, Refill, SlotUse, fp32_main_grad
 from megatron_patches.balance_relay import Rails, Straight
 from megatron_patches.trained import SomeTrain
 
@@ -38,15 +38,16 @@ RAILS_FROM_BYTES = 1 << 20
 
 _Place = tuple[int, torch.Size, tuple[int, ...]]  # (storage offset, size, stride)
 
-_SlotsKey = tuple[dist.ProcessGroup, int, int, torch.dtype, torch.device]
-# (group, spare slots, elements, dtype, device) -> (Tensor [spare slots * elements] for all layers, who has it)
+_SlotsKey = tuple[dist.ProcessGroup, int, int, torch.dtype, torch.device, bool]
+# (group, spare slots, elements, dtype, device, for backwards alone) -> (Tensor [spare slots * elements] for all layers,
+# who has it)
 _slots: dict[_SlotsKey, tuple[torch.Tensor, SlotUse]] = {}
 
 
 def _shared_slots(
-    group: dist.ProcessGroup, num_slots: int, num_elements: int, like: torch.Tensor
+    group: dist.ProcessGroup, num_slots: int, num_elements: int, like: torch.Tensor, backwards: bool
 ) -> tuple[torch.Tensor, SlotUse]:
-    key = (group, num_slots, num_elements, like.dtype, like.device)
+    key = (group, num_slots, num_elements, like.dtype, like.device, backwards)
     if key not in _slots:
         slots = torch.zeros(num_slots * num_elements, dtype=like.dtype, device=like.device)
         _slots[key] = slots, SlotUse()
@@ -148,25 +149,30 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class CloneExperts:
     """Runs a layer's experts with the clones that this rank holds for others.
 
-    stacks: a tensor [slots, *shape] for every matrix of an expert, views of the slots that all layers share. use: who
-    has them; number: of this layer among these; doubts: weights come before its backward asks where there are none.
+    forward_bank, backward_bank: the slots, which all layers share; one and the same unless passes take turns. number:
+    of this layer among these; doubts: weights come before its backward asks where there are none. takes_turns: a
+    forward of one micro-batch and a backward of another, layer by layer.
     """
 
     def __init__(self, manager: ExactManager) -> None:
         self.manager, self.group, self.weights = manager, manager.group, manager.weights
         self.num_slots = manager.settings.balance.spare_slots
-        self.stacks, self.use = self.make_stacks()
-        self.number, self.doubts = self.use.next_number(), 0
+        self.takes_turns = bool(getattr(manager.config, "overlap_moe_expert_parallel_comm", False))
+        self.forward_bank = self.backward_bank = self.make_bank()
+        if self.takes_turns:
+            self.backward_bank = self.make_bank(backwards=True)
+        self.stacks = self.forward_bank.stacks
+        self.number, self.doubts = self.forward_bank.use.next_number(), 0
         self.ranks_per_node = self.group.size() // manager.planner.options.num_nodes
         self.straight = sum(self.weights.sizes) * self.stacks[0].element_size() < RAILS_FROM_BYTES
         self._some_train = SomeTrain(self.group, manager.settings.exchange.longest_wait_s)
 
-    def make_stacks(self) -> tuple[list[torch.Tensor], SlotUse]:
-        """[slots, *shape] for every matrix, in one storage, and who has them."""
-        sizes = [self.num_slots * size for size in self.weights.sizes]
-        slots, use = _shared_slots(self.group, self.num_slots, sum(self.weights.sizes), self.weights.owners[0])
+    def make_bank(self, backwards: bool = False) -> Bank:
+        """The slots that all layers share. backwards: those of backwards that take turns with forwards."""
+        sizes, like = [self.num_slots * size for size in self.weights.sizes], self.weights.owners[0]
+        slots, use = _shared_slots(self.group, self.num_slots, sum(self.weights.sizes), like, backwards)
         shapes = [(self.num_slots, *shape) for shape in self.weights.shapes]
-        return [part.view(shape) for part, shape in zip(slots.split(sizes), shapes, strict=True)], use
+        return Bank([part.view(shape) for part, shape in zip(slots.split(sizes), shapes, strict=True)], use)
 
     def check_type(self) -> None:
         """ValueError where experts have been converted since the layer was built: slots have the type of that time."""
@@ -186,13 +192,13 @@ class CloneExperts:
         """What start_push and the backward are given of a plan."""
         return relays(plan.slot_expert, plan.owner, self.ranks_per_node)
 
-    def start_push(self, work: Any) -> Pushed:
+    def start_push(self, work: Any, bank: Bank) -> Pushed:
         """Send my experts' weights to their clones and receive those of my slots. Returns what to wait for."""
         steps = self._way("weight push").push(
             work,
             self.weights.sizes,
             weight=lambda expert, n: self.weights.weight(self.owner_slot(expert), n).view(-1),
-            slot=lambda slot, n: self.stacks[n][slot].view(-1),
+            slot=lambda slot, n: bank.stacks[n][slot].view(-1),
         )
         return Steps(steps, self.stacks[0].device)
 
@@ -276,4 +282,4 @@ class CloneExperts:
         if isinstance(packed, torch.Tensor):
             return packed
         offset, size, stride = packed
-        return torch.as_strided(self.stacks[0].data, size, stride, offset)
+        return torch.as_strided(self.backward_bank.stacks[0].data, size, stride, offset)

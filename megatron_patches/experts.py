@@ -60,7 +60,6 @@ UNSUPPORTED = {
     "activation_func_clamp_value": "--activation-func-clamp-value",
     "glu_linear_offset": "--glu-linear-offset",
     "moe_mlp_glu_interleave_size": "--moe-mlp-glu-interleave-size",
-    "delay_wgrad_compute": "--delay-wgrad-compute",
     "overlap_dispatch_backward_with_experts_wgrad": "--overlap-dispatch-backward-with-experts-wgrad",
 }
 # What --fp8-format asks of the rest of the model does not say what these experts do.
@@ -141,6 +140,10 @@ class GroupedExperts(MegatronModule):
                     getattr(self, own)[local].copy_(weight)
         for linear in MATRICES.values():
             getattr(expert, linear).weight.data = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._delayed: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = []
+        self._when_made: list[Callable[[], None]] = []
+        for own in MATRICES if config.delay_wgrad_compute else ():
+            setattr(getattr(self, own), "skip_backward_post_hook", True)  # noqa: B010 - what DDP asks
         # Megatron's description of one expert, asked when a checkpoint is made. In a tuple: not a submodule of ours.
         self._described_by = (expert,)
 
@@ -170,6 +173,11 @@ class GroupedExperts(MegatronModule):
         further: (weights like weight1 [S, F1, H], like weight2 [S, H, F]) of S further experts, which live elsewhere
         and whose rows follow, a pair for each place where some live; tokens_per_expert counts them, too. arriving: who
         brings these weights, of either product, where they are still under way."""
+        if self._delayed:
+            raise RuntimeError(
+                "these experts' weight gradients of a backward before were not made: call backward_dw() behind it, as "
+                "the schedules of --delay-wgrad-compute do"
+            )
         rows, probs = permuted_local_hidden_states, permuted_probs.float()
         weights: torch.Tensor | None = probs
         if self.config.moe_apply_probs_on_input:
@@ -182,16 +190,21 @@ class GroupedExperts(MegatronModule):
             before = itertools.accumulate(len(pair[0]) for pair in pairs[:-1])
             first_rows = (0, *(int(tokens_per_expert[:experts].sum()) for experts in before))
         how = {"backend": self.backend, "tail": tail, "first_rows": first_rows, "precision": self.precision}
-        h = grouped_mm(rows, stacks[0], ends, **how, arriving=arriving[0])
+        later = [self._delay(weight) for weight in (self.weight1, self.weight2)]
+        h = grouped_mm(rows, stacks[0], ends, **how, arriving=arriving[0], delay=later[0])
         h = weighted_activation(h, weights, self.kind)
-        return grouped_mm(h, stacks[1], ends, **how, out=self._outputs(h), arriving=arriving[1]), None
+        out = self._outputs(h)
+        return grouped_mm(h, stacks[1], ends, **how, out=out, arriving=arriving[1], delay=later[1]), None
 
     def _outputs(self, h: torch.Tensor) -> torch.Tensor | None:
         """Where the second product goes, if the machine that multiplies stores there: to registered memory, where
         combine reads it in place. On GPUs "auto" stays with torch's kernel, whose result would have to be copied, where
         it is not asked for fp8."""
-        elsewhere = self.backend == "auto" and h.device.type != "cpu" and self.precision == "params"
-        if elsewhere or self.backend not in ("auto", "triton", "loop"):
+        on_host = h.device.type == "cpu"
+        elsewhere = self.backend == "auto" and not on_host and self.precision == "params"
+        # The 1F1B overlap frees them by resizing their storage to nothing, which a host's arena does not let it do.
+        freed = on_host and self.config.overlap_moe_expert_parallel_comm
+        if elsewhere or freed or self.backend not in ("auto", "triton", "loop"):
             return None
         return buffers.empty_rows(h.shape[0], self.weight2.shape[1], h.dtype)
 
@@ -202,8 +215,31 @@ class GroupedExperts(MegatronModule):
         tail = ends.device.type != "cpu" or int(ends[-1]) != rows.shape[0]
         return ends.to(device=rows.device, dtype=torch.int32, non_blocking=True), tail
 
+    def _delay(self, weight: torch.nn.Parameter) -> Callable[[Callable[[], torch.Tensor]], None] | None:
+        if not self.config.delay_wgrad_compute:
+            return None
+        return lambda make: self._delayed.append((weight, make))
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """DDP's, with --delay-wgrad-compute: called when gradients are made, in place of autograd's."""
+        self._when_made.append(hook)
+
     def backward_dw(self) -> None:
-        """Nothing is left to do: weight gradients are made in the backward pass."""
+        """With --delay-wgrad-compute, make the weight gradients that the backward has left; nothing without.
+        RuntimeError where DDP was not told that they are delayed."""
+        if not self._delayed:
+            return
+        delayed, self._delayed = self._delayed, []
+        if not self._when_made and any(hasattr(weight, "main_grad") for weight, _ in delayed):
+            raise RuntimeError(
+                "these experts' weight gradients are delayed and DDP does not know: give DistributedDataParallelConfig "
+                "delay_wgrad_compute=True where the model's configuration has it"
+            )
+        for weight, make in delayed:
+            made = make().transpose(1, 2)
+            weight.grad = made if weight.grad is None else weight.grad + made
+        for hook in self._when_made:
+            hook()
 
     # ---- checkpoints
 
@@ -362,7 +398,21 @@ def layer_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def keeps_rows(original: Callable[..., bool]) -> Callable[..., bool]:
+    """A replacement for the 1F1B overlap's should_free_input: rows that went into our experts are kept for their
+    backward. With --fp8-format Megatron frees them, for Transformer Engine's experts keep them in fp8."""
+
+    @functools.wraps(original)
+    def should_free_input(name: str, *args: Any, **keywords: Any) -> bool:
+        kept = name == "mlp" and settings.current().experts.grouped
+        return not kept and original(name, *args, **keywords)
+
+    return should_free_input
+
+
 def install(replace: Replace) -> None:
-    """Put layer_init in place through `replace(owner, name, value)`, which remembers how to undo it."""
+    """Put ours in place through `replace(owner, name, value)`, which remembers how to undo it."""
     layer = importlib.import_module(f"{hooks.MOE}.moe_layer").MoELayer
     replace(layer, "__init__", layer_init(layer.__init__))
+    schedule = hooks.freed_inputs()
+    replace(schedule, "should_free_input", keeps_rows(schedule.should_free_input))

@@ -192,6 +192,7 @@ def _check_experts() -> str | None:
     want = {"key", "data", "build_fn", "merge_fn", "replica_id"}
     if missing := want - set(mapping.ShardedTensorFactory.__dataclass_fields__):
         return f"ShardedTensorFactory lacks {', '.join(sorted(missing))}"
+    freed_inputs()
     return None
 
 
@@ -209,6 +210,18 @@ def split_weights(config: Any) -> list[str]:
     they have whole ones. Such a parameter is neither stacked, nor cloned, nor moved."""
     split = getattr(config, "expert_gtp_weight_remat_size", 1) > 1
     return ["--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size"] if split else []
+
+
+def freed_inputs() -> ModuleType:
+    """Where the 1F1B overlap schedule asks should_free_input(node, ...), whichever release it is. HookError."""
+    for name in ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:  # the first is there from 0.19 on
+            continue
+        if _parameters(getattr(module, "should_free_input", lambda: None))[:1] == ("name",):
+            return module
+    raise HookError("the 1F1B overlap schedule has no should_free_input(name, ...), which says what it frees")
 
 
 def layer_number(module: Any) -> int:

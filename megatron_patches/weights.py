@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 UNSUPPORTED = {
     "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
 }

@@ -236,7 +236,6 @@ class ClusterRun:
         wanted = {
             "dispatcher": "hybrid_ep",
             "precision": "fp8" if self.precision == "fp8" else "bf16",  # they have no products in mxfp8
-            "overlap": False,
             "sharding": "distributed_optimizer",
             "moments": "fp32",
             "fp8_params": "no" if self.fp8_params == "yes" else self.fp8_params,  # theirs stay in 16 bits

@@ -144,17 +144,20 @@ def clone_bytes(run: ClusterRun) -> int:
     A spare slot holds one expert in bf16, and a layer's backward has the clones' gradients as the GEMM makes them.
     Where kernels push, both slots and gradients in fp32 are registered, and owners add what they read there. Where
     torch does, the backward has gradients in fp32 to be sent as well, and twice as many that a rank relays and sums.
-    Between nodes some GPUs leave it to torch where the choice is auto: then it is the more of the two.
+    Between nodes some GPUs leave it to torch where the choice is auto: then it is the more of the two. Where forwards
+    and backwards take turns, forwards have slots of their own.
     """
     one = run.clones * run.architecture.expert_params
-    by_torch = one * (_BF16 + _BF16 + _FP32 + 2 * _FP32)
+    by_torch = one * (_BF16 * (2 if run.overlap else 1) + _BF16 + _FP32 + 2 * _FP32)
     if not run.clones or run.pushed_by == "torch":
         return by_torch
     by_kernels = spare_bytes(run) + one * _BF16
+    if run.overlap:
+        by_kernels += spare_bytes(run, gradients=False)
     return by_kernels if run.clones_stay or run.balance_push == "kernels" else max(by_kernels, by_torch)
 
 
-def spare_bytes(run: ClusterRun) -> int:
+def spare_bytes(run: ClusterRun, gradients: bool = True) -> int:
     """Bytes that `hybrid_ep.spares.SpareSlots` registers on each rank for all layers of this run, to the byte."""
     import torch
 
@@ -165,7 +168,7 @@ def spare_bytes(run: ClusterRun) -> int:
 
     model, ranks = run.architecture, run.expert
     shapes = [(2 * model.moe_ffn_hidden_size, model.hidden_size), (model.hidden_size, model.moe_ffn_hidden_size)]
-    slots = spares.layout(run.clones, model.num_experts // ranks, shapes, torch.bfloat16, run.clones_stay)
+    slots = spares.layout(run.clones, model.num_experts // ranks, shapes, torch.bfloat16, run.clones_stay, gradients)
     # A session that dispatches nothing has room for one row of eight values.
     topk, row_bytes = min(8, ranks), least_row_bytes(8)
     shape = _core.BufferShape(

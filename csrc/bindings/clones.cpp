@@ -58,14 +58,14 @@ void plan_clones(Engine& engine, const MaybeTensor& topk_idx, const MaybeTensor&
 }
 
 SpareShape spare_shape(uint32_t spare_slots, uint32_t num_owners, uint32_t element_bytes,
-                       const std::vector<uint64_t>& elements, uint32_t rail_chunk_bytes) {
+                       const std::vector<uint64_t>& elements, uint32_t rail_chunk_bytes, bool gradients) {
   SpareShape s;
   if (elements.size() > SpareShape::kMostMatrices)
     throw std::invalid_argument("elements: an expert has " + std::to_string(elements.size()) +
                                 " matrices; give at most " + std::to_string(SpareShape::kMostMatrices));
   s.spare_slots = spare_slots, s.num_owners = num_owners, s.element_bytes = element_bytes;
   s.num_matrices = uint32_t(elements.size());
-  s.rail_chunk_bytes = rail_chunk_bytes;
+  s.rail_chunk_bytes = rail_chunk_bytes, s.gradients = gradients;
   std::ranges::copy(elements, s.elements);
   return s;
 }
@@ -98,7 +98,9 @@ void bind_spare_shape(py::module_& m) {
   py::class_<SpareShape>(m, "SpareShape", "Registered spare slots for weights of clones; see layout/spare_shape.h.")
       .def(py::init(&spare_shape), py::kw_only(), py::arg("spare_slots"), py::arg("num_owners"),
            py::arg("element_bytes"), py::arg("elements"), py::arg("rail_chunk_bytes") = SpareShape{}.rail_chunk_bytes,
-           "elements: of each matrix of an expert. rail_chunk_bytes: 0 where clones stay on their owners' nodes.")
+           py::arg("gradients") = true,
+           "elements: of each matrix of an expert. rail_chunk_bytes: 0 where clones stay on their owners' nodes. "
+           "gradients: False has no memory for them.")
       .def("weights_at", &SpareShape::weights_at, py::arg("matrix"), "Where its stack begins in spare_weights.")
       .def("gradients_at", &SpareShape::gradients_at, py::arg("matrix"), "The same of spare_gradients.");
 }

@@ -21,9 +21,10 @@ struct SpareShape {
   uint32_t rail_chunk_bytes = 32 * 1024;
   uint32_t rail_slots =
       0;  // such chunks of an owner and a node that are on their way, a power of two; 0: by the channels
+  bool gradients = true;  // false: weights alone, nothing is collected
 
   uint64_t weight_stack(uint32_t matrix) const { return elements[matrix] * element_bytes * spare_slots; }
-  uint64_t gradient_stack(uint32_t matrix) const { return elements[matrix] * 4 * spare_slots; }
+  uint64_t gradient_stack(uint32_t matrix) const { return gradients ? elements[matrix] * 4 * spare_slots : 0; }
   // Where the stack of a matrix begins in the region; of matrix num_matrices: the region's bytes.
   uint64_t weights_at(uint32_t matrix) const { return at(matrix, &SpareShape::weight_stack); }
   uint64_t gradients_at(uint32_t matrix) const { return at(matrix, &SpareShape::gradient_stack); }

@@ -111,6 +111,8 @@ void Engine::await_weights(const SpareCall& c) {
 }
 
 void Engine::collect_gradients(const SpareCall& c) {
+  if (!shape_.spares.gradients)
+    throw std::invalid_argument("spares: these slots were made without memory for gradients; collect from others");
   const SpareParams p = spare_params(c);
   Call call(*this);
   LaunchSettings settings = settings_;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from hybrid_ep.moe.precisions import backend_of, backends_of
 log = logging.getLogger("hybrid_ep.moe")
 _said: set[tuple[Any, ...]] = set()
 Machine = tuple[Backend, str]  # with the remedy for groups without rows
+Delay = Callable[[Callable[[], torch.Tensor]], None]
 
 
 class Arrivals(Protocol):
@@ -54,6 +55,7 @@ def grouped_mm(
     out: torch.Tensor | None = None,
     arriving: Arrivals | None = None,
     precision: str = "params",
+    delay: Delay | None = None,
 ) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
 
@@ -87,6 +89,10 @@ def grouped_mm(
     of all that its block takes part in. (Blocks below 5.3e-36 lose more.) "loop", the reference, and "triton" do it;
     "auto" the latter where it runs.
 
+    delay: in the backward it is called with a function that makes the first stack's gradient [E_0, K, F], in place of
+    making it; autograd gets none. The function holds x and the result's gradient, and gives the bits of no delay.
+    What does not wait for weight gradients can be started before it is called.
+
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
     first_rows, nothing waits for the device (the first call per device and dtype, which probes, does). Raises
@@ -100,10 +106,12 @@ def grouped_mm(
         _check_out(out, x, stacks)
     if arriving is not None:
         _check_arriving(arriving)
+    if delay is not None and not callable(delay):
+        raise ValueError(f"delay={delay!r:.80} is not callable; give a function of a function, or None")
     groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
     arriving = arriving if len(stacks) > 1 else None
     machine = _choose(backend, x, stacks, groups, out is not None, arriving is not None, precision)
-    return _GroupedMM.apply(out, x, groups, machine, tail, arriving, *stacks)
+    return _GroupedMM.apply(out, x, groups, machine, tail, arriving, delay, *stacks)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -119,11 +127,12 @@ class _GroupedMM(torch.autograd.Function):
         machine: Machine,
         tail: bool,
         arriving: Arrivals | None,
+        delay: Delay | None,
         *stacks: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, groups.ends, *stacks)
         ctx.facts = groups.sizes, groups.first_rows, machine, tail
-        ctx.arriving = arriving
+        ctx.arriving, ctx.delay = arriving, delay
         if out is not None:
             ctx.mark_dirty(out)
         if arriving is None or not arriving.under_way():
@@ -141,27 +150,41 @@ class _GroupedMM(torch.autograd.Function):
         sizes, first_rows, machine, tail = ctx.facts
         groups = Groups(ends, sizes, first_rows)
         grad = grad.contiguous()  # of a sum it is one number seen [N, F] times, which GEMMs do not take
-        asks_dx, wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
+        asks_dx, wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[7:]
         turned = [w.transpose(1, 2) for w in stacks]
+        dw: list[torch.Tensor | None] = [None] * len(stacks)
         if ctx.arriving is not None:
             # Who hands gradients over must be asked for them: not so where a caller wants those of other inputs alone.
             # needs_input_grad does not tell, and torch has no public name for what does (its own graph.py calls it).
             nodes = [node for node, _ in ctx.next_functions[-len(stacks) :]]
             asked = (node is not None and torch._C._will_engine_execute_node(node) for node in nodes[1:])
             wanted = (wanted[0], *(w and a for w, a in zip(wanted[1:], asked, strict=True)))
-            dx, dw = _backward_in_turns(x, grad, turned, groups, machine, tail, ctx.arriving, asks_dx, wanted)
-            return None, dx, None, None, None, None, *dw
+            dx, dw = _backward_in_turns(
+                x, grad, turned, groups, machine, tail, ctx.arriving, asks_dx, wanted, ctx.delay
+            )
+            return None, dx, None, None, None, None, None, *dw
         dx = _rows_times_stacks(grad, turned, groups, machine, tail) if asks_dx else None
-        dw = [None] * len(stacks)
-        if any(wanted):
+        later = ctx.delay is not None and wanted[0]
+        if later and not any(wanted[1:]):
+            _delayed(ctx.delay, x, grad, groups, machine)
+        elif any(wanted):
             made = _weight_gradients(x, grad, groups, machine)
             dw = [gradient if asked else None for gradient, asked in zip(made, wanted, strict=True)]
-        return None, dx, None, None, None, None, *dw
+            if later:  # several stacks at once: it is made already
+                ctx.delay(lambda: made[0])
+                dw[0] = None
+        return None, dx, None, None, None, None, None, *dw
 
 
 def _in_turns(machine: Machine) -> bool:
     backend, remedy = machine
     return backend.in_turns and remedy != "pad_empty"  # which copies all rows, once for all stacks
+
+
+def _delayed(delay: Delay, x: torch.Tensor, grad: torch.Tensor, groups: Groups, machine: Machine) -> None:
+    """Hand over how the first stack's gradient is made."""
+    of = range(1) if len(groups.sizes) > 1 and _in_turns(machine) else None
+    delay(torch.no_grad()(lambda: _weight_gradients(x, grad, groups, machine, of)[0]))
 
 
 def _backward_in_turns(
@@ -174,6 +197,7 @@ def _backward_in_turns(
     arriving: Arrivals,
     asks_dx: bool,
     wanted: Sequence[bool],
+    delay: Delay | None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     """(dx, gradients for autograd). Weights that are under way are waited for behind all that does without them, and
     their gradients are handed over before the most that does not need to be behind these."""
@@ -189,12 +213,16 @@ def _backward_in_turns(
         arriving.gradients(made[-len(further) :])
     if asks_dx and not under_way:
         dx = _rows_times_stacks(grad, turned, groups, machine, tail, None, range(len(turned)) if in_turns else None)
-    if wanted[0]:
-        dw[0] = (
-            made[0]
-            if made and not in_turns
-            else _weight_gradients(x, grad, groups, machine, own if in_turns else None)[0]
-        )
+    if wanted[0] and made and not in_turns:
+        if delay is None:
+            dw[0] = made[0]
+        else:
+            delay(lambda: made[0])
+    elif wanted[0]:
+        if delay is None:
+            dw[0] = _weight_gradients(x, grad, groups, machine, own if in_turns else None)[0]
+        else:
+            _delayed(delay, x, grad, groups, machine)
     if under_way:
         arriving.wait()
         if asks_dx:

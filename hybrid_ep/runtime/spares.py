@@ -32,6 +32,7 @@ class SpareLayout:
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
     within_node: bool = False  # clones lie on their owners' nodes
+    gradients: bool = True  # False: weights alone
 
     @property
     def sizes(self) -> list[int]:
@@ -40,7 +41,8 @@ class SpareLayout:
     @property
     def num_bytes(self) -> int:
         """Of weights and gradients."""
-        return self.spare_slots * sum(self.sizes) * (self.dtype.itemsize + torch.float32.itemsize)
+        gradient = torch.float32.itemsize if self.gradients else 0
+        return self.spare_slots * sum(self.sizes) * (self.dtype.itemsize + gradient)
 
     def core_shape(self) -> _core.SpareShape:
         """What the core lays memory out for."""
@@ -49,6 +51,7 @@ class SpareLayout:
             num_owners=self.num_owners,
             element_bytes=self.dtype.itemsize,
             elements=self.sizes,
+            gradients=self.gradients,
             **({"rail_chunk_bytes": 0} if self.within_node else {}),
         )
 
@@ -68,7 +71,9 @@ def why_not(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> str | None:
     return None
 
 
-def layout(spare_slots: Any, num_owners: Any, shapes: Any, dtype: Any, within_node: Any = False) -> SpareLayout:
+def layout(
+    spare_slots: Any, num_owners: Any, shapes: Any, dtype: Any, within_node: Any = False, gradients: Any = True
+) -> SpareLayout:
     """The constructor's arguments, checked. ValueError that names one."""
     spare_slots = validation.integer("spare_slots", spare_slots, 1)
     num_owners = validation.integer("num_owners", num_owners, 1)
@@ -82,7 +87,8 @@ def layout(spare_slots: Any, num_owners: Any, shapes: Any, dtype: Any, within_no
     )
     if (why := why_not(known, dtype)) is not None:
         raise ValueError(why)
-    return SpareLayout(spare_slots, num_owners, dtype, known, validation.flag("clones_within_node", within_node))
+    within_node = validation.flag("clones_within_node", within_node)
+    return SpareLayout(spare_slots, num_owners, dtype, known, within_node, validation.flag("gradients", gradients))
 
 
 class _OnDevice:
@@ -108,16 +114,17 @@ def _bytes(engine: Any, gradients: bool, device: torch.device) -> torch.Tensor:
 
 
 def stacks(engine: Any, slots: SpareLayout, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(weights [S, *shape] a matrix, gradients fp32 likewise), in registered memory, zeros."""
+    """(weights [S, *shape] a matrix, gradients fp32 likewise, if there are any), in registered memory, zeros."""
     core, found = slots.core_shape(), []
-    for gradients, begin, dtype in ((False, core.weights_at, slots.dtype), (True, core.gradients_at, torch.float32)):
+    regions = ((False, core.weights_at, slots.dtype), (True, core.gradients_at, torch.float32))
+    for gradients, begin, dtype in regions[: 1 + slots.gradients]:
         region, parts = _bytes(engine, gradients, device), []
         for n, shape in enumerate(slots.shapes):
             size = slots.spare_slots * math.prod(shape) * dtype.itemsize
             part = region[begin(n) : begin(n) + size].view(dtype)
             parts.append(part.zero_().view(slots.spare_slots, *shape))
         found.append(parts)
-    return found[0], found[1]
+    return found[0], found[1] if slots.gradients else []
 
 
 def slot_expert(plan: Any, slots: SpareLayout, num_ranks: int, device: torch.device) -> torch.Tensor:

@@ -63,6 +63,7 @@ inline Case random_case(uint64_t seed, const std::string& executor, int most_ran
   c.chunk_bytes = random.of({0u, 16u, 48u, 256u});
   c.shape.rail_chunk_bytes = random.of({48u, 256u, 4096u});
   c.shape.rail_slots = random.of({1u, 2u, 4u, 16u});
+  c.shape.gradients = seed % 7 != 3;
   std::vector<int> slots(size_t(c.num_experts()));
   std::iota(slots.begin(), slots.end(), 0);
   for (uint32_t i = 0, steps = random.between(2, 5); i < steps; ++i) {
@@ -78,6 +79,7 @@ inline Case random_case(uint64_t seed, const std::string& executor, int most_ran
     for (int r = 0; r < c.num_ranks; ++r) step.num_blocks.push_back(int(random.of({1u, 2u, 3u, 4u, 8u, 9u})));
     step.collects = !random.one_in(4);
     c.steps.push_back(std::move(step));
+    if (!c.shape.gradients) c.steps.back().collects = false;
   }
   return c;
 }

@@ -370,7 +370,6 @@ def refusals(ep):
     for options, flag in (
         ({"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0}, "pad-expert-input"),
         ({"after": {"moe_grouped_gemm": True}}, "moe-grouped-gemm"),
-        ({"after": {"overlap_moe_expert_parallel_comm": True}}, "overlap-moe"),
         ({"after": {"delay_wgrad_compute": True}}, "delay-wgrad"),
         ({"after": {"expert_gtp_weight_remat_size": 2}}, "num-weight-shards"),
         ({"after": {"gradient_accumulation_fusion": True}}, "gradient-accumulation-fusion"),

@@ -18,6 +18,7 @@ class Experts(experts.GroupedExperts):
     def __init__(self, group, config, number, device):
         torch.nn.Module.__init__(self)
         self.config, self.kind, self.num_local_experts = config, "swiglu", L
+        self._delayed, self._when_made = [], []
         wanted = settings.current().experts
         self.backend, self.precision, self.ep_group = wanted.backend, wanted.precision or "params", group
         random = torch.Generator().manual_seed(100 * number + group.rank())
@@ -31,7 +32,7 @@ class Layers:
     """MoE layers of a rank, one behind the other. They read maps bool [T, E] and probs fp32 [T, E], each its own, and
     hidden and gradient bf16 [T, H]."""
 
-    def __init__(self, group, num_layers, device="cpu", cuda_graph_impl="none"):
+    def __init__(self, group, num_layers, device="cpu", cuda_graph_impl="none", takes_turns=False):
         num_experts = L * group.size()
         config = SimpleNamespace(
             num_moe_experts=num_experts,
@@ -43,6 +44,8 @@ class Layers:
             moe_pad_expert_input_to_capacity=False,
             moe_apply_probs_on_input=False,
             fp8=None,
+            overlap_moe_expert_parallel_comm=takes_turns,
+            delay_wgrad_compute=False,
         )
         self.managers, self.experts, self.maps, self.probs = [], [], [], []
         for number in range(num_layers):

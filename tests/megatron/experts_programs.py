@@ -374,7 +374,7 @@ def refusals():
         {"add_bias_linear": True},
         {"activation_func": quick_gelu},
         {"activation_func": squared_relu},
-        {"delay_wgrad_compute": True},
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
         {"expert_gtp_weight_remat_size": 2},  # of 0.19 on
         {"activation_func_fp8_input_store": True, "moe_paged_stash": True},
     ):

@@ -50,16 +50,17 @@ def run_config(ep, **model):
     )
 
 
-def forward(model, seed):
-    """(output, its loss), of a random text as Megatron's schedules ask for them."""
+def forward(model, seed, return_schedule_plan=False):
+    """(output or the plan of who makes it, its loss), of a random text as Megatron's schedules ask for them."""
     # Few different tokens: routing is skewed, and differently on every rank.
     tokens = torch.randint(0, 9, (1, SEQ + 1), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
-    output = model(tokens[:, :-1], torch.arange(SEQ)[None], mask, labels=tokens[:, 1:])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(tokens[:, :-1], torch.arange(SEQ)[None], mask, labels=tokens[:, 1:])
 
     def loss(per_token):
         mean = per_token.float().mean()
-        return mean, {"loss": mean.detach()}
+        return mean, {"loss": mean.detach().clone()}  # a schedule may divide the loss where it lies
 
     return output, loss
 
@@ -128,9 +129,9 @@ class Job:
         self.step += 1
         return [float(part["loss"]) for part in losses]
 
-    def _forward(self, micro_batches, model):
+    def _forward(self, micro_batches, model, return_schedule_plan=False):
         seed = 1000 * self.step + 100 * next(micro_batches) + parallel_state.get_data_parallel_rank()
-        return forward(model, seed)
+        return forward(model, seed, return_schedule_plan)
 
     def logical(self):
         """Everything training keeps, of all ranks, by logical name: {(name, kind): flat tensor}.

@@ -1,6 +1,7 @@
 """Who holds the spare slots, and when weights are sent for: layers that share slots, in any order of forwards and
 backwards. What a layer computes with is what was pushed for it; what is not needed is not pushed."""
 
+import functools
 import gc
 from types import SimpleNamespace
 
@@ -11,17 +12,20 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from megatron_patches import balance_arriving
-from megatron_patches.balance_arriving import Arriving, Homeward, Push, Refill, SlotUse
+from megatron_patches.balance_arriving import Arriving, Bank, Homeward, Push, Refill, SlotUse
 
 pytestmark = pytest.mark.version_free
 
 
 class World:
-    """Layers over one slot, which holds one number. log: pushes, and what the layers do."""
+    """Layers over one slot, which holds one number, or over one for each direction. log: pushes, and what the layers
+    do."""
 
-    def __init__(self, num_layers, waits_in_backward=True):
-        self.use, self.slot, self.log = SlotUse(), torch.zeros(1), []
-        self.under_way = self.homeward = self.fails = None
+    def __init__(self, num_layers, waits_in_backward=True, takes_turns=False):
+        self.use, self.log = SlotUse(), []
+        self.banks = [Bank([torch.zeros(1)], use) for use in (self.use, *([SlotUse()] if takes_turns else []))]
+        self.under_way = [None for _ in self.banks]
+        self.homeward = self.fails = None
         self.layers = [Layer(self, waits_in_backward) for _ in range(num_layers)]
 
     def forward(self, layers, micro_batch, x=None):
@@ -37,25 +41,27 @@ class World:
 class Layer:
     def __init__(self, world, waits_in_backward):
         self.world, self.use, self.number = world, world.use, world.use.next_number()
-        self.stacks, self.doubts, self.plans = [world.slot], 0, {}
+        self.forward_bank, self.backward_bank = world.banks[0], world.banks[-1]
+        self.doubts, self.plans = 0, {}
         self.weights = SimpleNamespace(waits_in_backward=waits_in_backward)
         self.parameter = torch.nn.Parameter(torch.ones(1))
 
-    def start_push(self, work):
-        assert self.world.under_way is None, "a push before the one before has been waited for"
+    def start_push(self, work, bank):
+        which = self.world.banks.index(bank)
+        assert self.world.under_way[which] is None, "a push before the one before has been waited for"
         self.world.log.append(f"push {work}")
         if self.world.fails == "begin":
             raise ArithmeticError("planted")
-        self.world.under_way = work
-        self.world.slot.data.fill_(float("nan"))
-        return SimpleNamespace(wait=lambda: self.arrived(work))
+        self.world.under_way[which] = work
+        bank.stacks[0].data.fill_(float("nan"))
+        return SimpleNamespace(wait=lambda: self.arrived(work, which))
 
-    def arrived(self, work):
-        assert self.world.under_way == work
-        self.world.under_way = None
+    def arrived(self, work, which):
+        assert self.world.under_way[which] == work
+        self.world.under_way[which] = None
         if self.world.fails == "end":
             raise ArithmeticError("planted")
-        self.world.slot.data.fill_(work)
+        self.world.banks[which].stacks[0].data.fill_(work)
 
     def start_home(self, work, gradients):
         assert self.world.homeward is None, "gradients before those before them have been waited for"
@@ -68,10 +74,17 @@ class Layer:
         self.world.homeward = None
 
     def __call__(self, x, micro_batch):
+        self.dispatch(micro_batch)
+        return self.experts(x)
+
+    def dispatch(self, micro_batch):
         """A micro-batch that comes again has the plan that it had."""
         work = 10 * self.number + micro_batch
         replayed = work in self.plans
-        arriving = self.push = Arriving(self, work, self.plans.setdefault(work, object()), replayed)
+        self.push = Arriving(self, work, self.plans.setdefault(work, object()), replayed)
+
+    def experts(self, x):
+        arriving = self.push
         (stack,) = Push.apply(arriving, None, self.parameter)
         return Refill.apply(arriving, Product.apply(x, stack, arriving))
 
@@ -91,7 +104,7 @@ class Product(torch.autograd.Function):
     def backward(ctx, grad):
         _ = ctx.saved_tensors
         ctx.arriving.wait()
-        held = ctx.arriving.clones.world.slot.item()
+        held = ctx.arriving.clones.backward_bank.stacks[0].item()
         assert held == ctx.arriving.work, f"{held} in the backward of {ctx.arriving.work}"
         ctx.arriving.clones.world.log.append(f"use {ctx.arriving.work}")
         if not ctx.arriving.clones.weights.waits_in_backward:
@@ -242,8 +255,8 @@ def schedules(draw):
     return stages, steps
 
 
-def run(stages, steps):
-    world, due, micro_batch, first = World(sum(stages)), [], 0, 0
+def run(stages, steps, takes_turns):
+    world, due, micro_batch, first = World(sum(stages), takes_turns=takes_turns), [], 0, 0
     of_stage = []
     for size in stages:
         of_stage.append(world.layers[first : first + size])
@@ -263,17 +276,55 @@ def run(stages, steps):
     return world
 
 
-@given(schedules())
-def test_any_order_computes_with_the_right_weights(schedule):
-    run(*schedule)
+@given(schedules(), st.booleans())
+def test_any_order_computes_with_the_right_weights(schedule, takes_turns):
+    run(*schedule, takes_turns)
+
+
+def turns(num_layers, micro_batches, takes_turns, late):
+    """Megatron's 1F1B overlap: of every layer, a backward of one micro-batch's experts and a forward of the next one's.
+    late: the backward comes when the forward's weights are on their way, as it may on a GPU's other stream."""
+    world, last = World(num_layers, takes_turns=takes_turns), []
+    for micro_batch in range(micro_batches + 1):
+        x, passes = torch.ones(1), []
+        for number in range(num_layers):
+            layer, backward = world.layers[number], last.pop() if last else None
+            if backward is not None and not late:
+                backward()
+            if micro_batch < micro_batches:
+                layer.dispatch(micro_batch)
+            if backward is not None and late:
+                backward()
+            if micro_batch < micro_batches:
+                x = layer.experts(x.detach().requires_grad_())
+                passes.append(functools.partial(x.backward, torch.ones(1)))
+        last = passes
+    assert all(layer.parameter.grad == micro_batches for layer in world.layers)
+    return world
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_passes_that_take_turns_take_nothing_from_each_other(late):
+    """With slots of its own a backward finds what was sent early, whatever its forward neighbour has sent for."""
+    world = turns(3, 4, True, late)
+    assert not any(layer.doubts for layer in world.layers)
+    # Forwards 12; of each backward the last layer's and, early, those of the layers before it.
+    assert len(world.pushes()) == 12 + 12
+    assert all(bank.use.push is None and bank.use.collection is None for bank in world.banks)
+
+
+def test_one_bank_serves_turns_that_do_not_overlap_and_no_others():
+    turns(3, 4, False, late=False)
+    with pytest.raises(AssertionError, match="computed with another's weights"):
+        turns(3, 4, False, late=True)
 
 
 @pytest.mark.parametrize(
     "name, fault",
     [
         ("refill", lambda self: None),
-        ("_send_for", lambda self, fresh=False: None if self.use.holder else _SEND_FOR(self, fresh)),
-        ("_send_early", lambda self: setattr(self.use, "holder", self)),
+        ("_send_for", lambda self, bank, fresh=False: None if bank.use.holder else _SEND_FOR(self, bank, fresh)),
+        ("_send_early", lambda self: setattr(self.clones.backward_bank.use, "holder", self)),
     ],
     ids=["no refill", "whoever was first holds them", "said to hold what nobody sent"],
 )

@@ -96,10 +96,10 @@ def test_a_backward_that_an_error_ends_is_followed_by_others(ranks, monkeypatch,
 def test_a_push_that_an_error_ends_is_made_again(ranks, monkeypatch, in_backward):
     here, inner = threading.local(), balance_kernels.KernelCloneExperts.start_push
 
-    def fails(self, work):
+    def fails(self, *arguments):
         if getattr(here, "fails", False):
             raise MemoryError("planted")
-        return inner(self, work)
+        return inner(self, *arguments)
 
     monkeypatch.setattr(balance_kernels.KernelCloneExperts, "start_push", fails)
 

@@ -37,7 +37,7 @@ def test_refusals_and_moved_hooks_are_said():
             "--disable-bias-linear",
             "quick_gelu with a gate",
             "squared_relu with a gate",
-            "--delay-wgrad-compute",
+            "--overlap-dispatch-backward-with-experts-wgrad",
             "--expert-tensor-parallel-num-weight-shards",
             "activation_func_fp8_input_store, --moe-paged-stash",
         ),

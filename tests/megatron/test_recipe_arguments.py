@@ -57,6 +57,12 @@ for mode in ("exact", "slow", "both"):
                                       "gated_linear_unit": True})
     check_balance(config, 1, mode, now.balance.clones, now.experts.grouped)
     check_experts(config)
+turns = small.derive(balance="exact", precision="bf16", overlap=True)
+args = check("exact with overlap", turns)
+config = types.SimpleNamespace(**{**vars(args), "activation_func": torch.nn.functional.silu, "gated_linear_unit": True})
+assert config.overlap_moe_expert_parallel_comm and config.delay_wgrad_compute
+check_balance(config, 1, "exact", settings.current().balance.clones, settings.current().experts.grouped)
+check_experts(config)
 in_fp8 = small.derive(balance="exact", precision="fp8", overlap=False)
 args = check("exact in fp8", in_fp8)
 now = settings.current()
@@ -106,7 +112,7 @@ def test_megatron_accepts_every_variant_and_no_flag_that_it_does_not_know():
         check=False,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    balances_static_graphs_and_fsdp = 8
+    balances_static_graphs_and_fsdp = 9
     assert done.stdout.count("FIRST HOUR") == 4
     assert done.stdout.count("ACCEPTED") == len(CLUSTER_RECIPES) * len(HARDWARE) + balances_static_graphs_and_fsdp
     assert "REFUSED 2" in done.stdout and "--no-such-flag" in done.stderr

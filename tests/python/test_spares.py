@@ -162,6 +162,26 @@ def test_plans_of_several_nodes_give_owners_weights_and_sums_in_their_order(
     VirtualWorld(num_nodes, per_node).run(work)
 
 
+def test_slots_without_gradients_have_no_memory_for_them_and_collect_nothing():
+    plan = torch.tensor([[1], [0]], dtype=torch.int32)
+
+    def work(rank, group):
+        both, slots = make(group, 1, 1), make(group, 1, 1, gradients=False)
+        weights = [[torch.full(shape, float(rank)) for shape in SHAPES]]
+        slots.push(plan, weights)
+        slots.wait()
+        assert all((stack == 1 - rank).all() for stack in slots.weights) and slots.gradients == ()
+        with pytest.raises(ValueError, match="made with gradients=False"):
+            slots.collect(plan, [[x.clone() for x in weights[0]]])
+        regions = slots.memory_report().regions, both.memory_report().regions
+        assert regions[0]["spare_gradients"] == 0 < regions[1]["spare_gradients"]
+        assert regions[0]["spare_weights"] == regions[1]["spare_weights"]
+        both.destroy()
+        slots.destroy()
+
+    VirtualWorld(1, 2).run(work)
+
+
 def test_a_clone_on_another_node_is_refused_by_all_and_slots_stay_usable():
     def work(rank, group):
         slots = make(group, 2, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2, clones_within_node=True)

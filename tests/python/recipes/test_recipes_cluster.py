@@ -124,6 +124,19 @@ def test_every_variant_takes_the_balancer(name, hardware):
     assert not {"--hybrid-ep-spare-slots", "--hybrid-ep-balance-clones", "--hybrid-ep-balance-push"} & set(slow)
 
 
+def test_the_balancer_keeps_the_overlap_of_a_layout_and_forwards_have_slots_of_their_own():
+    shipped = CLUSTER_RECIPES["qwen3_235b_a22b"]("h100_8x400g")
+    assert shipped.overlap
+    run = shipped.derive(**{name: value for name, value in BALANCED.items() if name != "overlap"})
+    flags = megatron_arguments.megatron_arguments(run)
+    assert {"--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--hybrid-ep-grouped-gemm"} <= set(flags)
+    plain, weights = run.derive(overlap=False), 3 * 4096 * 1536 * 2
+    more = memory.clone_bytes(run) - memory.clone_bytes(plain)
+    assert more == memory.spare_bytes(run, gradients=False) and weights <= more < weights + 2**20
+    by_torch = [memory.clone_bytes(one.derive(balance_push="torch")) for one in (run, plain)]
+    assert by_torch[0] - by_torch[1] == weights
+
+
 def test_experts_of_the_balancer_multiply_in_fp8_where_the_model_does():
     run = CLUSTER_RECIPES["deepseek_v3"]("h100_8x400g")
     flags = megatron_arguments.megatron_arguments(run.derive(**BALANCED | {"precision": "fp8"}))
@@ -174,7 +187,7 @@ BAD = [
     ({"balance_clones": "far"}, "balance_clones='far': use one of auto, node, near, anywhere"),
     (
         {"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},
-        "needs --set dispatcher=hybrid_ep --set overlap=false",
+        "needs --set dispatcher=hybrid_ep",
     ),
     ({"recompute": "layernorm,mlp"}, "leave mlp out: all its layers have experts"),
     ({"recompute": "mla_up_proj"}, "leave mla_up_proj out"),
