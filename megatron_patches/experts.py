@@ -77,12 +77,8 @@ def check_supported(config: TransformerConfig, precision: str | None = None) -> 
     found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None)] + hooks.split_weights(config)
     if getattr(config, "fp8", None) and precision is None:
         found.append(f"--fp8-format {config.fp8} {WITHOUT_PRECISION}")
-    modules = {*(getattr(config, "recompute_modules", None) or ()), *(getattr(config, "offload_modules", None) or ())}
-    found += [
-        f"{name} among --recompute-modules or --offload-modules"
-        for name in ("moe_act", "expert_fc1")
-        if name in modules
-    ]
+    modules = getattr(config, "offload_modules", None) or ()
+    found += [f"{name} among --offload-modules" for name in ("moe_act", "expert_fc1") if name in modules]
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         found.append("--transformer-impl inference_optimized")
     kind = KINDS.get(config.activation_func, (None, None))[bool(config.gated_linear_unit)]
@@ -192,9 +188,18 @@ class GroupedExperts(MegatronModule):
         how = {"backend": self.backend, "tail": tail, "first_rows": first_rows, "precision": self.precision}
         later = [self._delay(weight) for weight in (self.weight1, self.weight2)]
         h = grouped_mm(rows, stacks[0], ends, **how, arriving=arriving[0], delay=later[0])
+        again = self._activated_again(h, weights)
         h = weighted_activation(h, weights, self.kind)
         out = self._outputs(h)
-        return grouped_mm(h, stacks[1], ends, **how, out=out, arriving=arriving[1], delay=later[1]), None
+        return grouped_mm(h, stacks[1], ends, **how, out=out, arriving=arriving[1], delay=later[1], remake=again), None
+
+    def _activated_again(self, h: torch.Tensor, weights: torch.Tensor | None) -> Callable[[], torch.Tensor] | None:
+        """With moe_act among --recompute-modules: the second product's rows, of what the activation keeps anyway."""
+        config = self.config
+        if config.recompute_granularity != "selective" or "moe_act" not in config.recompute_modules:
+            return None
+        h, weights = h.detach(), None if weights is None else weights.detach()
+        return lambda: weighted_activation(h, weights, self.kind)
 
     def _outputs(self, h: torch.Tensor) -> torch.Tensor | None:
         """Where the second product goes, if the machine that multiplies stores there: to registered memory, where

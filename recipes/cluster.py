@@ -262,7 +262,6 @@ class ClusterRun:
             "mla_up_proj": not model.mla and "it has no latent attention",
             "mlp": not model.num_dense_layers and "all its layers have experts",
             "shared_experts": not model.shared_ffn_hidden_size and "it has no shared experts",
-            "moe_act": self.balance != "off" and "the balancer's grouped experts keep their activations",
             "moe": self.overlap and "it cannot be combined with overlap",
         }
         for name in self.recompute_modules:
@@ -276,8 +275,7 @@ class ClusterRun:
             return ()
         if self.recompute != "selective":
             return tuple(name.strip() for name in self.recompute.split(","))
-        acts = ("moe_act",) if self.balance == "off" else ()
-        return ("layernorm", *acts, *(("mla_up_proj",) if self.architecture.mla else ()))
+        return ("layernorm", "moe_act", *(("mla_up_proj",) if self.architecture.mla else ()))
 
     @property
     def keeps_fp8_params(self) -> bool:

@@ -152,6 +152,8 @@ def _moe(run: ClusterRun) -> Arguments:
 def _balance(run: ClusterRun) -> Arguments:
     """The expert balancer, over our grouped experts: Transformer Engine's have no place for clones."""
     out = _flags(hybrid_ep_grouped_gemm=True, hybrid_ep_balance=run.balance)
+    if "moe_act" in run.recompute_modules:
+        out += _flags(moe_grouped_gemm=True)  # or Megatron would not take it; the experts are ours all the same
     if run.precision == "fp8":
         out += _flags(hybrid_ep_grouped_gemm_precision="fp8")  # --fp8-format says nothing of these experts
     if run.clones:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -56,6 +56,7 @@ def grouped_mm(
     arriving: Arrivals | None = None,
     precision: str = "params",
     delay: Delay | None = None,
+    remake: Callable[[], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
 
@@ -93,6 +94,8 @@ def grouped_mm(
     making it; autograd gets none. The function holds x and the result's gradient, and gives the bits of no delay.
     What does not wait for weight gradients can be started before it is called.
 
+    remake: makes x again, with the same bits, in the backward, where weight gradients ask for it; x itself is not kept.
+
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
     first_rows, nothing waits for the device (the first call per device and dtype, which probes, does). Raises
@@ -108,10 +111,39 @@ def grouped_mm(
         _check_arriving(arriving)
     if delay is not None and not callable(delay):
         raise ValueError(f"delay={delay!r:.80} is not callable; give a function of a function, or None")
+    if remake is not None and not callable(remake):
+        raise ValueError(f"remake={remake!r:.80} is not callable; give a function that makes x again, or None")
     groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
     arriving = arriving if len(stacks) > 1 else None
     machine = _choose(backend, x, stacks, groups, out is not None, arriving is not None, precision)
-    return _GroupedMM.apply(out, x, groups, machine, tail, arriving, delay, *stacks)
+    return _GroupedMM.apply(out, x, groups, machine, tail, _Wishes(arriving, delay, remake), *stacks)
+
+
+class _Wishes(NamedTuple):
+    """What the caller asks of the backward beside gradients."""
+
+    arriving: Arrivals | None = None
+    delay: Delay | None = None
+    remake: Callable[[], torch.Tensor] | None = None
+
+
+class _Rows:
+    """x in the backward: what was kept, or what is made again when it is first asked for."""
+
+    def __init__(self, kept: torch.Tensor | None, remake: Callable[[], torch.Tensor] | None, like: tuple[Any, ...]):
+        self._kept, self._remake, self._like = kept, remake, like
+
+    def __call__(self) -> torch.Tensor:
+        if self._kept is None:
+            assert self._remake is not None
+            with torch.no_grad():
+                self._kept = self._remake()
+            if (self._kept.shape, self._kept.dtype, self._kept.device) != self._like:
+                raise ValueError(
+                    f"remake made {self._kept.dtype} {tuple(self._kept.shape)} on {self._kept.device} in the backward, "
+                    f"where x was {self._like[1]} {tuple(self._like[0])} on {self._like[2]}; make the same again"
+                )
+        return self._kept
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -126,13 +158,13 @@ class _GroupedMM(torch.autograd.Function):
         groups: Groups,
         machine: Machine,
         tail: bool,
-        arriving: Arrivals | None,
-        delay: Delay | None,
+        wishes: _Wishes,
         *stacks: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, groups.ends, *stacks)
+        ctx.save_for_backward(x if wishes.remake is None else None, groups.ends, *stacks)
         ctx.facts = groups.sizes, groups.first_rows, machine, tail
-        ctx.arriving, ctx.delay = arriving, delay
+        ctx.wishes, ctx.like = wishes, (x.shape, x.dtype, x.device)
+        arriving = wishes.arriving
         if out is not None:
             ctx.mark_dirty(out)
         if arriving is None or not arriving.under_way():
@@ -146,34 +178,34 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, ends, *stacks = ctx.saved_tensors
+        kept, ends, *stacks = ctx.saved_tensors
+        wishes: _Wishes = ctx.wishes
+        x = _Rows(kept, wishes.remake, ctx.like)
         sizes, first_rows, machine, tail = ctx.facts
         groups = Groups(ends, sizes, first_rows)
         grad = grad.contiguous()  # of a sum it is one number seen [N, F] times, which GEMMs do not take
-        asks_dx, wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[7:]
+        asks_dx, wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
         turned = [w.transpose(1, 2) for w in stacks]
         dw: list[torch.Tensor | None] = [None] * len(stacks)
-        if ctx.arriving is not None:
+        if wishes.arriving is not None:
             # Who hands gradients over must be asked for them: not so where a caller wants those of other inputs alone.
             # needs_input_grad does not tell, and torch has no public name for what does (its own graph.py calls it).
             nodes = [node for node, _ in ctx.next_functions[-len(stacks) :]]
             asked = (node is not None and torch._C._will_engine_execute_node(node) for node in nodes[1:])
             wanted = (wanted[0], *(w and a for w, a in zip(wanted[1:], asked, strict=True)))
-            dx, dw = _backward_in_turns(
-                x, grad, turned, groups, machine, tail, ctx.arriving, asks_dx, wanted, ctx.delay
-            )
-            return None, dx, None, None, None, None, None, *dw
+            dx, dw = _backward_in_turns(x, grad, turned, groups, machine, tail, wishes, asks_dx, wanted)
+            return None, dx, None, None, None, None, *dw
         dx = _rows_times_stacks(grad, turned, groups, machine, tail) if asks_dx else None
-        later = ctx.delay is not None and wanted[0]
-        if later and not any(wanted[1:]):
-            _delayed(ctx.delay, x, grad, groups, machine)
+        delay = wishes.delay if wanted[0] else None
+        if delay is not None and not any(wanted[1:]):
+            _delayed(delay, x, grad, groups, machine)
         elif any(wanted):
-            made = _weight_gradients(x, grad, groups, machine)
+            made = _weight_gradients(x(), grad, groups, machine)
             dw = [gradient if asked else None for gradient, asked in zip(made, wanted, strict=True)]
-            if later:  # several stacks at once: it is made already
-                ctx.delay(lambda: made[0])
+            if delay is not None:  # several stacks at once: it is made already
+                delay(lambda: made[0])
                 dw[0] = None
-        return None, dx, None, None, None, None, None, *dw
+        return None, dx, None, None, None, None, *dw
 
 
 def _in_turns(machine: Machine) -> bool:
@@ -181,27 +213,28 @@ def _in_turns(machine: Machine) -> bool:
     return backend.in_turns and remedy != "pad_empty"  # which copies all rows, once for all stacks
 
 
-def _delayed(delay: Delay, x: torch.Tensor, grad: torch.Tensor, groups: Groups, machine: Machine) -> None:
+def _delayed(delay: Delay, x: _Rows, grad: torch.Tensor, groups: Groups, machine: Machine) -> None:
     """Hand over how the first stack's gradient is made."""
     of = range(1) if len(groups.sizes) > 1 and _in_turns(machine) else None
-    delay(torch.no_grad()(lambda: _weight_gradients(x, grad, groups, machine, of)[0]))
+    delay(torch.no_grad()(lambda: _weight_gradients(x(), grad, groups, machine, of)[0]))
 
 
 def _backward_in_turns(
-    x: torch.Tensor,
+    x: _Rows,
     grad: torch.Tensor,
     turned: Sequence[torch.Tensor],
     groups: Groups,
     machine: Machine,
     tail: bool,
-    arriving: Arrivals,
+    wishes: _Wishes,
     asks_dx: bool,
     wanted: Sequence[bool],
-    delay: Delay | None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     """(dx, gradients for autograd). Weights that are under way are waited for behind all that does without them, and
     their gradients are handed over before the most that does not need to be behind these."""
     own, further = range(1), range(1, len(turned))
+    arriving, delay = wishes.arriving, wishes.delay
+    assert arriving is not None
     dx: torch.Tensor | None = None
     dw: list[torch.Tensor | None] = [None] * len(turned)
     under_way, in_turns = arriving.under_way(), _in_turns(machine)
@@ -209,7 +242,7 @@ def _backward_in_turns(
         dx = _rows_times_stacks(grad, turned, groups, machine, tail, None, own)
     made: list[torch.Tensor] = []
     if any(wanted[1:]):
-        made = _weight_gradients(x, grad, groups, machine, further if in_turns else None)
+        made = _weight_gradients(x(), grad, groups, machine, further if in_turns else None)
         arriving.gradients(made[-len(further) :])
     if asks_dx and not under_way:
         dx = _rows_times_stacks(grad, turned, groups, machine, tail, None, range(len(turned)) if in_turns else None)
@@ -220,7 +253,7 @@ def _backward_in_turns(
             delay(lambda: made[0])
     elif wanted[0]:
         if delay is None:
-            dw[0] = _weight_gradients(x, grad, groups, machine, own if in_turns else None)[0]
+            dw[0] = _weight_gradients(x(), grad, groups, machine, own if in_turns else None)[0]
         else:
             _delayed(delay, x, grad, groups, machine)
     if under_way:

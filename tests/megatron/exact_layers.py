@@ -46,6 +46,7 @@ class Layers:
             fp8=None,
             overlap_moe_expert_parallel_comm=takes_turns,
             delay_wgrad_compute=False,
+            recompute_granularity=None,
         )
         self.managers, self.experts, self.maps, self.probs = [], [], [], []
         for number in range(num_layers):

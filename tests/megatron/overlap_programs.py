@@ -21,7 +21,7 @@ MICRO_BATCHES, STEPS, LAYERS_A_CHUNK = 4, 2, 3
 class Job:
     """The parts of the model that a rank has, under Megatron's DDP, and what a step of them makes."""
 
-    def __init__(self, pp, overlap, delay):
+    def __init__(self, pp, overlap, delay, again):
         model_parallel_cuda_manual_seed(1)
         chunks = 2 if pp > 1 else 1
         config = run_config(2, num_layers=pp * chunks * LAYERS_A_CHUNK, topk=4)
@@ -29,6 +29,8 @@ class Job:
         # Megatron admits the schedule for bf16 and fp16 alone; nothing in it depends on that.
         after = {"overlap_moe_expert_parallel_comm": overlap, "delay_wgrad_compute": delay}
         after["pipeline_model_parallel_size"] = pp
+        if again:
+            after |= {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
         if pp > 1:
             after |= {"virtual_pipeline_model_parallel_size": chunks, "microbatch_group_size_per_vp_stage": pp}
         for name, value in after.items():
@@ -81,12 +83,13 @@ def _forward(micro_batches, model, return_schedule_plan=False):
     return slow_programs.forward(model, seed, return_schedule_plan)
 
 
-def steps_of(pp, overlap, forced=False, delay=False, **settings):
+def steps_of(pp, overlap, forced=False, delay=False, again=False, **settings):
     """What steps make under these settings, and how many clones the last plans of the layers have. delay: weight
-    gradients are made behind the backward, and what a bucket has is reduced as soon as it is whole."""
+    gradients are made behind the backward, and what a bucket has is reduced as soon as it is whole. again: experts'
+    activations are not kept."""
     megatron_patches.apply(timeout_s=60.0, **settings)
     try:
-        job = Job(pp, overlap, delay)
+        job = Job(pp, overlap, delay, again)
         if forced:
             for seed, manager in enumerate(job.managers):
                 manager.plan_with = random_plan(seed, manager)

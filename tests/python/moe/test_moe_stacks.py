@@ -74,8 +74,9 @@ def backward_of(x, parts, offsets, precision="params"):
     ctx = types.SimpleNamespace(
         saved_tensors=(x, offsets.int(), *stacks),
         facts=((2, 2), None, machine, True),
-        arriving=None,
         needs_input_grad=(False, True, *[False] * 4, *[True] * len(stacks)),
+        wishes=grouped._Wishes(),
+        like=(x.shape, x.dtype, x.device),
     )
     with torch.no_grad():
         _, dx, *_, first, second = grouped._GroupedMM.backward(ctx, x.new_empty(32, 48))
