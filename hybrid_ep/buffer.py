@@ -21,7 +21,7 @@ except ImportError as error:
         f"hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it with 'pip "
         f"install .' in the source tree ({error})"
     ) from error
-from hybrid_ep import memory, streams
+from hybrid_ep import memory, recording, streams
 from hybrid_ep.clones import PlannerOptions, PlansClones
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
@@ -424,7 +424,8 @@ class HybridEPBuffer(PlansClones, Meters, Named):
         """[rows, columns], uninitialised, for what experts put out: in the arena, where combine reads it in place, or,
         where that has no room, an ordinary tensor, of which combine forms partial sums first. Same bits. dtype: bf16,
         fp16 or fp32. ValueError for anything else, and for sizes below 0 rows or 1 column."""
-        return self._open_session().rows(rows, columns, dtype)
+        with recording.unrecorded():
+            return self._open_session().rows(rows, columns, dtype)
 
     def memory_report(self) -> memory.MemoryReport:
         """Registered bytes of this rank by region, exact; str() says what the large ones are for. The receive rows are

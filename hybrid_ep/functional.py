@@ -1,10 +1,11 @@
 """Dispatch and combine as autograd operators: each is the other's backward, with the same handle.
 
 Gradients flow to hidden and to the weights (topk_weights or probs; in combine to probs). Handles are not
-differentiable. Works under activation checkpointing of both kinds: a forward that is run again makes a new
-handle and its backward uses that one. Or it takes the handle of the first run, and no routing is exchanged again; a
-combine whose sums nobody reads there takes backward_only=True (megatron_patches does both). Every rank must run the
-same operators, and their backwards, in the same order.
+differentiable. Works under activation checkpointing of both kinds: a forward that is run again makes a new handle and
+its backward uses that one. Or it takes the handle of the first run, and no routing is exchanged again; a combine
+whose sums nobody reads there takes backward_only=True (megatron_patches does both). Every rank must run the same
+operators, and their backwards, in the same order. torch's selective activation checkpointing does not see what they
+are made of: it cannot keep their results, and makes them again.
 
 backward_only=True, of a combine: nothing is exchanged and nothing summed, and the result is NaN, so that whoever reads
 it after all shows; gradients flow as ever. ValueError with probs, which would have to come back, with async_finish or

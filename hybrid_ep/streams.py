@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hybrid_ep import recording
 from hybrid_ep.runtime import validation
 from hybrid_ep.runtime.handle import HandleTuple
 
@@ -73,13 +74,17 @@ def chosen(comm_stream: Any, device: torch.device) -> Any:
 
 
 def on_comm_stream(verb: Callable) -> Callable:
-    """A buffer's verb, with two keywords more, async_finish and previous_event; see the class."""
+    """A buffer's verb, with two keywords more, async_finish and previous_event; see the class. Selective checkpointing
+    is not shown what it is made of."""
     names = [p.name for p in inspect.signature(verb).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
     @functools.wraps(verb)
     def call(
         buffer: Any, *args: Any, async_finish: bool = False, previous_event: EventOverlap | None = None, **kwargs: Any
     ) -> Any:
+        if torch._C._len_torch_dispatch_stack() and recording.recorded():  # the first is nearly always 0
+            with recording.unrecorded():
+                return call(buffer, *args, async_finish=async_finish, previous_event=previous_event, **kwargs)
         here = buffer.comm_stream is None and async_finish is False  # on the current stream
         if not here or previous_event is not None:
             validation.flag("async_finish", async_finish)

@@ -259,7 +259,7 @@ class Push(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.arriving = arriving
         ctx.set_materialize_grads(False)  # most have been handed over before
-        # .data: the slots are refilled under the graph on purpose, CloneExperts._unpack knows.
+        # .data: the slots are refilled under the graph on purpose, CloneExperts._at knows.
         return tuple(stack.data for stack in arriving.clones.forward_bank.stacks)
 
     @staticmethod

@@ -25,6 +25,7 @@ from hybrid_ep.errors import DeadlineError
 from megatron_patches import settings
 from megatron_patches.balance_arriving import Bank, Homeward, Push, Pushed, Refill, SlotUse, fp32_main_grad
 from megatron_patches.balance_relay import Rails, Straight
+from megatron_patches.saved_places import SavedPlaces
 from megatron_patches.trained import SomeTrain
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class CloneExperts:
             owners = int(tokens_per_expert[: self.weights.num_owners].sum())
             return self.weights.forward(rows[:owners], tokens_per_expert[: self.weights.num_owners], probs[:owners])
         stacks = Push.apply(arriving, self._anchor(), *self.weights.owners)
-        in_slots = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        in_slots = SavedPlaces(self._place_of, self._at)
         output, bias = self.weights.run(rows, tokens_per_expert, probs, stacks, in_slots, arriving)
         arriving.wait()  # where nothing was computed with them
         return Refill.apply(arriving, output), bias
@@ -272,14 +273,12 @@ class CloneExperts:
         given = [g.float().contiguous() for g in gradients]
         return Homeward(self.collect_gradients(work, given, add).wait, weights.owners, sums, given)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
-        """A tensor that lives in the slots is kept as its place there: other layers will use the memory."""
+    def _place_of(self, tensor: torch.Tensor) -> _Place | None:
+        """Of a tensor that lives in the slots: other layers will use the memory."""
         if tensor.untyped_storage().data_ptr() != self.stacks[0].untyped_storage().data_ptr():
-            return tensor
+            return None
         return int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
-    def _unpack(self, packed: torch.Tensor | _Place) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        offset, size, stride = packed
+    def _at(self, place: _Place) -> torch.Tensor:
+        offset, size, stride = place
         return torch.as_strided(self.backward_bank.stacks[0].data, size, stride, offset)

@@ -30,6 +30,7 @@ from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
 from megatron_patches import graphs, settings, weights_choice
 from megatron_patches.experts import GroupedExperts
 from megatron_patches.manager import HybridEPManager
+from megatron_patches.saved_places import SavedPlaces
 from megatron_patches.trained import SomeTrain
 from megatron_patches.weights_autograd import FetchAgain, Through, Travelled, Use
 
@@ -196,7 +197,7 @@ class LayerWeights:
             rows, probs = Through.apply(use, asked, rows, probs)
             stacks = Travelled.apply(use, there, asked, *self.owners)
             further = list(zip(stacks[::2], stacks[1::2], strict=True))
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with SavedPlaces(self._place_of, lambda place: self.group.prefetcher.at(place)):
                 output, bias = self.plain_forward(rows, tokens_per_expert, probs, further=further)
             return FetchAgain.apply(use, output), bias
         finally:
@@ -212,13 +213,9 @@ class LayerWeights:
         needed = self._some_train.ask(self.owners) or any(t.requires_grad for t in (rows, probs, *self.owners))
         return rows.new_empty(0).requires_grad_() if needed else None
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        """A tensor that lies in a buffer is kept as its place there: other layers will use the memory."""
-        place = self.group.ready().place_of(self.number, tensor)
-        return tensor if place is None else place
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else self.group.prefetcher.at(packed)
+    def _place_of(self, tensor: torch.Tensor) -> Any:
+        """Of a tensor that lies in a buffer: other layers will use the memory."""
+        return self.group.ready().place_of(self.number, tensor)
 
 
 class GroupWeights:

@@ -12,6 +12,8 @@ import torch
 def tensor(name: str, given: Any, wanted: str) -> torch.Tensor:
     if not isinstance(given, torch.Tensor):
         raise ValueError(f"{name} is {type(given).__name__} {given!r:.60}; give a tensor: {wanted}")
+    if hasattr(given, "to_local"):  # its shape is that of all ranks together
+        raise ValueError(f"{name} is a {type(given).__name__}; give this rank's part, {name}.to_local(): {wanted}")
     return given
 
 

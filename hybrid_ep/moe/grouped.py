@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hybrid_ep import recording
 from hybrid_ep.moe import checks, padding, probing
 from hybrid_ep.moe.backends import BACKENDS, FLOATS, Backend, Groups
 from hybrid_ep.moe.precisions import backend_of, backends_of
@@ -283,7 +284,11 @@ def _rows_times_stacks(
         out = made if out is None else out.copy_(made)
     else:
         out = backend.mm(x, stacks, groups, out, of)
-    return padding.zero_tail_(out, groups.ends) if tail and (of is None or of.stop == len(stacks)) else out
+    if not tail or (of is not None and of.stop < len(stacks)):
+        return out
+    # A product that selective checkpointing keeps must stay as it was made.
+    clear = padding.zeroed_tail if recording.recorded() else padding.zero_tail_
+    return clear(out, groups.ends)
 
 
 def _weight_gradients(
@@ -424,13 +429,19 @@ def _check(
     checks.tensor("x", x, "rows [N, K]")
     checks.tensor("offsets", offsets, "int32 or int64 [E], the row at which each group ends")
     for w in stacks:
+        checks.tensor("w", w, "weights [E, K, F]")
         if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or w.shape[2] != stacks[0].shape[2]:
             raise ValueError(
                 f"x {tuple(x.shape)} and w {tuple(w.shape)} must be [N, K] and [E, K, F]; a weight stored "
                 "[E, F, K] goes in as w.transpose(1, 2)"
             )
-        if x.dtype not in FLOATS or w.dtype != x.dtype:
+        if x.dtype not in FLOATS or w.dtype not in FLOATS:
             raise ValueError(f"x is {x.dtype} and w is {w.dtype}; both must be one of {', '.join(map(str, FLOATS))}")
+        if w.dtype != x.dtype:
+            raise ValueError(
+                f"x is {x.dtype} and w is {w.dtype}, which must be the same (autocast changes neither): give one of "
+                "them in the other's"
+            )
         if not x.device == w.device == offsets.device:
             raise ValueError(
                 f"x is on {x.device}, w on {w.device}, offsets on {offsets.device}; move them to one device"

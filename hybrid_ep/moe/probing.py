@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from hybrid_ep import recording
 from hybrid_ep.moe import padding
 from hybrid_ep.moe.backends import Backend, Groups
 from hybrid_ep.moe.block_scaled import BLOCK
@@ -81,8 +82,10 @@ def probe(
                     "the grouped-GEMM probe cannot run inside a CUDA graph; call "
                     f"hybrid_ep.moe.probe({str(device)!r}, {dtype}, {backend!r}, {precision!r}) before the capture"
                 )
-            _known[key] = examine(machine, device, dtype, precision)
-            log.log(logging.INFO if _known[key].remedy == "none" else logging.WARNING, "%s", _known[key])
+            with recording.unrecorded():  # what it multiplies is no part of the model
+                found = examine(machine, device, dtype, precision)
+            _known[key] = found
+            log.log(logging.INFO if found.remedy == "none" else logging.WARNING, "%s", found)
         return _known[key]
 
 
@@ -115,6 +118,8 @@ def examine(backend: Backend, device: torch.device, dtype: torch.dtype, precisio
             _judge(backend, counts, device, dtype, precision, padded=True)[0] != "right" for counts in COUNTS.values()
         ):
             remedy, found = "unusable", f"{found}, with zero rows too"
+    except torch.OutOfMemoryError:  # of this moment, and nothing to be known by
+        raise
     except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
         remedy, found = "unusable", f"raises {type(error).__name__}: {str(error).splitlines()[0]}"
     return Probe(*facts, remedy, found, tail)

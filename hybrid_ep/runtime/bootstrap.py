@@ -145,13 +145,23 @@ class Rendezvous:
             for key in (*range(self.view.size), "read"):
                 self._store.delete_key(f"{topic}/{key}")
 
+    def _said(self, topic: str, rank: int) -> Any:
+        text = self._store.get(f"{topic}/{rank}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise BootstrapError(
+                f"the store of group {self.view.name!r} has {text!r:.60} for {topic!r} of rank {rank}, which no rank "
+                "wrote: a group of torch's backend 'fake' has none; use gloo or nccl, or hybrid_ep.testing.VirtualWorld"
+            ) from None
+
     def _wait(self, topic: str, timeout_s: float) -> list[Any]:
         started, pause = time.monotonic(), 0.0005
         missing = list(range(self.view.size))
         while True:
             missing = [r for r in missing if not self._store.check([f"{topic}/{r}"])]
             if not missing:
-                return [json.loads(self._store.get(f"{topic}/{r}")) for r in range(self.view.size)]
+                return [self._said(topic, r) for r in range(self.view.size)]
             waited = time.monotonic() - started
             if waited > timeout_s:
                 raise BootstrapError(

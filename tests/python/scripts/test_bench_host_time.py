@@ -22,7 +22,7 @@ CEILINGS = {
     "blocking": (1, 104, 36),
     "not_waiting": (4, 97, 25),
     "cached": (0, 108, 94),
-    "combine": (1, 80, 72),
+    "combine": (1, 81, 73),
     "plan": (6, 62, 0),
 }
 # With a torch that has no table of C functions for the exchange of tensors.
@@ -30,7 +30,7 @@ OLDER_TORCH = {
     "blocking": (8, 212, 69),
     "not_waiting": (9, 189, 39),
     "cached": (3, 110, 96),
-    "combine": (1, 80, 72),
+    "combine": (1, 81, 73),
     "plan": (6, 62, 0),
 }
 
