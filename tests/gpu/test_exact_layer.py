@@ -76,9 +76,8 @@ class Layers(exact_layers.Layers):
         return {"out": x.detach(), "plans": plans, **found}
 
 
-@pytest.fixture
-def captured(request, monkeypatch):
-    """captured(num_ranks): eager and replayed results are compared, for four micro-batches on every rank; the plans."""
+def prepare(request, monkeypatch):
+    """CUDA's executor on one node; on the PTX machine torch's operations in the places of Triton's kernels."""
     if request.config.getoption("--ptx-machine"):
         monkeypatch.setitem(backends.BACKENDS, "triton", OnTheMachine())
         monkeypatch.setattr(activations, "_fused", lambda h, prob: False)
@@ -86,6 +85,12 @@ def captured(request, monkeypatch):
         monkeypatch.setattr(probing, "probe", lambda *_: probing.Probe("triton", "", "", "none", "", False))
     monkeypatch.setenv("HYBRID_EP_EXECUTOR", "cuda")
     monkeypatch.setattr(buffers, "num_nodes", lambda group, wanted: 1)
+
+
+@pytest.fixture
+def captured(request, monkeypatch):
+    """captured(num_ranks): eager and replayed results are compared, for four micro-batches on every rank; the plans."""
+    prepare(request, monkeypatch)
 
     def run(num_ranks, beside=False):
         wanted = {"balance": "exact", "static_rows": "drop", "grouped_gemm": True, "ranks_per_node": num_ranks}

@@ -126,6 +126,10 @@ class OnMachine(TorchDispatchMode):
             kwargs["device"] = CPU
         operands = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         mine = [x for x in operands if self.memory.holds(x)]
+        if mine and name.startswith(
+            "aten.new_empty_strided"
+        ):  # autograd's copy of a gradient, which it takes for a CPU's
+            wanted = None
         reads = not name.startswith("aten.new_empty")  # of which the operand says only where to
         recording = graphs.recording()
         scalar = name.startswith("aten._local_scalar_dense")

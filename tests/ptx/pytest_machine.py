@@ -37,6 +37,7 @@ EVERYDAY = {
         "test_arena.py",
         "test_clones.py",
         "test_weight_pushes.py",
+        "test_turns.py",
         "test_travelling_weights.py",
     ),
     100: (
