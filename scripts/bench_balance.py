@@ -252,7 +252,7 @@ def main(argv=None):
         "--conditions",
         action="store_true",
         help="only the tables of other conditions: scale of "
-        "loads, steep loads, placements that change, experts hot together",
+        "loads, steep loads, placements that change, experts hot together, their plans' time",
     )
     parser.add_argument(
         "--apart", action="store_true", help="only the table of experts that are hot together, kept apart"
@@ -283,6 +283,7 @@ def main(argv=None):
                 "fresh": show("Fresh placements", conditions.fresh_rows(rng, args.layers)),
                 "incremental": show("Placements that change", conditions.incremental_rows(rng, args.layers)),
                 "together": show("Experts hot together", conditions.together_rows(rng, 10 * args.layers, args.tokens)),
+                "times": show("Their plans' time", conditions.time_rows(rng, 10 * args.layers, args.tokens)),
             },
         )
     title = "Exact, one micro-batch: (max - mean) / mean over ranks"

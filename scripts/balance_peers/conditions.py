@@ -1,5 +1,6 @@
 """Conditions that planners are measured under besides the tables of bench_balance.py: loads of any scale, steep loads,
-placements that have to change, experts that are hot together. Each function yields the rows of one table."""
+placements that have to change, experts that are hot together, and how long plans of these take. Each function yields
+the rows of one table."""
 
 from __future__ import annotations
 
@@ -28,12 +29,14 @@ BLOCKS = [
     ("8 groups, EP32", 32, 8),
     ("8 groups, EP64", 64, 8),
 ]
+# ranks, experts: of the table of times
+TIMED = [(16, 256), (32, 256), (64, 256), (128, 256), (256, 256), (128, 512), (256, 512), (512, 512)]
 
 
-def seconds(call):
-    """Processor time of this thread, the least of three calls."""
+def seconds(call, calls=3):
+    """Processor time of this thread, the least of so many calls."""
     times = []
-    for _ in range(3):
+    for _ in range(calls):
         start = time.thread_time_ns()
         call()
         times.append(time.thread_time_ns() - start)
@@ -101,6 +104,14 @@ def incremental_rows(rng, num_layers):
                 start = time.thread_time_ns()
                 plan = balance.plan_placement(**call)
                 used = (time.thread_time_ns() - start) / 1e6 / num_layers
+                each = [
+                    seconds(
+                        lambda one=slice(n, n + 1), all=call: balance.plan_placement(
+                            **all | {"load": all["load"][one], "current": all["current"][one]}
+                        )
+                    )
+                    for n in range(num_layers)
+                ]
                 over = plan.imbalance() - np.maximum(plan.target, plan.fresh + 0.01)
                 yield {
                     "case": name,
@@ -112,6 +123,7 @@ def incremental_rows(rng, num_layers):
                     "slots": plan.moved.mean(),
                     "slots max": int(plan.moved.max()),
                     "ms a layer": used,
+                    "ms max": max(each) * 1e3,
                 }
 
 
@@ -148,6 +160,36 @@ def together_rows(rng, num_layers, tokens):
                     "us max": max(used),
                     "bound ms max": max(bound_used),
                 }
+
+
+def time_rows(rng, num_layers, tokens):
+    """Processor time of exact plans where experts are hot together: ranks' experts and 8 groups, log-popularity sigma
+    0.3 to 1.5 of a block and 0 or 0.3 of each expert, so many layers each; a row a shape and number of slots. Of each
+    layer the best of five calls; "worst once" is the slowest first call."""
+    for ranks, experts in TIMED:
+        for spare in (1, 2, 4):
+            planner, slowest = balance.MicrobatchPlanner(ranks, experts, spare_slots=spare), []
+            for blocks in (ranks, 8):
+                for across in (0.3, 0.6, 1.0, 1.5):
+                    for within in (0.0, 0.3):
+                        share = loads.correlated(rng, num_layers, experts, blocks, across, within)
+                        counts, used, once = np.zeros((ranks, experts), np.int64), [], []
+                        for counts[0] in rng.multinomial(tokens * ranks, share):
+                            once.append(seconds(lambda p=planner, c=counts: p.plan(c), 1) * 1e6)
+                            used.append(seconds(lambda p=planner, c=counts: p.plan(c), 5) * 1e6)
+                        kind = "8 groups" if blocks == 8 else "rank's experts"
+                        slowest.append((max(used), float(np.median(used)), max(once), kind, across, within))
+            yield {
+                "ranks": ranks,
+                "experts": experts,
+                "slots": spare,
+                "layers": num_layers * len(slowest),
+                "us, median of the fastest case": min(row[1] for row in slowest),
+                "of the slowest": max(row[1] for row in slowest),
+                "us, worst layer": max(slowest)[0],
+                "worst once": max(row[2] for row in slowest),
+                "the worst's case": "{3}, sigma {4} and {5}".format(*max(slowest)),
+            }
 
 
 def apart_rows(rng, num_batches, tokens):

@@ -1,19 +1,21 @@
 """How many instructions the planner's kernel executes: warp instructions of its PTX, counted by the machine.
 
-    python tests/ptx/planner_counts.py [--layers 3] [--json FILE]     # needs nvcc, no GPU; a minute or two
+    python tests/ptx/planner_counts.py [--layers 100] [--json FILE]     # needs nvcc, no GPU; a minute or two
 
 The layers are those of tests/ptx/planner/plan_clones.cpp. Sharing is what lies in csrc/roles/share_clones.h by the
 calls that were inlined (ptx_lines.py), planning is all else. The longest warp is that of both together, which one
 block does one after the other. PTX is not machine code: ptxas fuses, unrolls and removes.
 
-The JSON: {"layers", "cases": [{"case", "layer", "clones", "planning", "sharing", "longest_warp"}]}, the last three in
-warp instructions, the first two of them of all warps."""
+The JSON: {"layers", "cases": {case: {"clones", "planning", "sharing", "longest_warp"}}}, each a number a layer, the
+last three in warp instructions, the first two of them of all warps."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ for folder in ("scripts", "tests/ptx", "tests/ptx/machine"):
 SOURCE = "tests/cuda/plan_clones.cu"
 CORE = ("microbatch", "bound", "share")  # of csrc/balance
 SHARING = "roles/share_clones.h"
+NUMBERS = ("clones", "planning", "sharing", "longest_warp")
 
 
 def build(out: Path, nvcc: str) -> tuple[Path, Path]:
@@ -89,7 +92,7 @@ def counted(program: Path, ptx: Path, layers: int) -> list[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=3, help="of each case")
+    parser.add_argument("--layers", type=int, default=100, help="of each case")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     args = parser.parse_args()
     import build_cuda
@@ -99,11 +102,18 @@ def main() -> int:
         sys.exit(why)
     with tempfile.TemporaryDirectory() as folder:
         rows = counted(*build(Path(folder), nvcc), args.layers)
-    print(f"{'case':28} {'layer':>5} {'clones':>6} {'planning':>9} {'sharing':>9} {'longest warp':>12}")
+    cases: dict[str, dict[str, list[int]]] = {}
     for row in rows:
-        print("{case:28} {layer:5} {clones:6} {planning:9} {sharing:9} {longest_warp:12}".format(**row))
+        for name in NUMBERS:
+            cases.setdefault(row["case"], {}).setdefault(name, []).append(row[name])
+    print(f"{'least, median and most of a layer':34}" + "".join(f"{name:>24}" for name in NUMBERS))
+    for case, numbers in cases.items():
+        said = [f"{min(of):,} {statistics.median_low(of):,} {max(of):,}" for of in numbers.values()]
+        print(f"{case:34}" + "".join(f"{text:>24}" for text in said))
     if args.json:
-        args.json.write_text(json.dumps({"layers": args.layers, "cases": rows}, indent=1) + "\n")
+        lists = {case: {name: str(of) for name, of in numbers.items()} for case, numbers in cases.items()}
+        text = json.dumps({"layers": args.layers, "cases": lists}, indent=1)
+        args.json.write_text(re.sub(r'"(\[[\d, ]*\])"', r"\1", text) + "\n")
     return 0
 
 
