@@ -225,7 +225,13 @@ def end_to_end_table():
         f"call beside the bytes; with it the pair at micro-batch 1 should differ by {fixed.predicted_s:.1f} s, "
         f"published {fixed.published_s:.1f} s. Bytes alone have the wrong sign."
     )
-    return _pairs() + note
+    calibration = (
+        "What compute takes, and how far nodes differ, is set in this table by the rows that say `calibrates`, so "
+        "that the others test the exchange. `hybrid-ep launch`, `report scaling` and `simulate --recommend` do not "
+        "go by it: they take the four numbers fitted to [published training steps](training-residuals.md), and no "
+        "value here is a prediction of theirs.\n\n"
+    )
+    return calibration + _pairs() + note
 
 
 def _pairs():
@@ -388,7 +394,9 @@ def main(argv):
         "Peers": peers_table(plt, args.out) + "\n\n![peers](simulator-peers.svg)",
         "Weights instead of tokens": dwdp_table(),
         "End to end": end_to_end_table(),
-        "Steps at scale": scale_table(plt, args.out) + "\n\n![scale](simulator-scale.svg)",
+        "Steps at scale": "Compute is put at 30 % of the GPU's peak in every row, launches included.\n\n"
+        + scale_table(plt, args.out)
+        + "\n\n![scale](simulator-scale.svg)",
         "Every published row": all_rows(found),
     }
     text = (
