@@ -72,7 +72,8 @@ class HybridEPBuffer(PlansClones, Meters, Named):
     * `landing`: permuted rows land in the arena for "all" of a token's experts on the rank, or for the "first", and the
       rank copies (default HYBRID_EP_LANDING, else all on hosts, first on GPUs). Ranks may differ; bits are the same.
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
-      `path`; the buffer takes at least so many tokens a rank on either path. 0: there is none.
+      `path`; the buffer takes at least so many tokens a rank on either path. 0: there is none. Without a tuning file
+      of `hybrid-ep tune --latency-tokens`, path="auto" goes by it alone, whichever path is faster.
     * `clones`: hybrid_ep.balance.MicrobatchOptions, for plan_clones; num_local_experts counts the spare slots too.
 
     Belongs to the process that made it: a forked child may only drop it. Neither copied nor pickled (TypeError).
