@@ -20,8 +20,13 @@ inline constexpr int kReduceWarps = A::kLanes == 1   ? 1
                                     : A::kLanes < 32 ? 2
                                                      : 4;
 
+namespace combine_warp {
+enum : int { kFeed0, kFeed1, kReduce };  // from kReduce on: feed 0's reduce group, feed 1's
 template <Arch A>
-inline constexpr int kCombineWarps = 3 + 2 * kReduceWarps<A>;
+inline constexpr int kPackWeights = kReduce + 2 * kReduceWarps<A>;
+}  // namespace combine_warp
+template <Arch A>
+inline constexpr int kCombineWarps = combine_warp::kPackWeights<A> + 1;
 
 // Whether both groups of a link block have final sums: where there are no node sums, two warps on each of an SM's
 // schedulers, whose waits hide behind each other. A machine that reads rows where they lie waits for no stage.
@@ -34,7 +39,7 @@ HEP_HOST_DEVICE bool sums_twice(const CombineParams& p) {
 template <Arch A, Transport<A> Net>
 struct CombineBlock {
   static constexpr int kWarps = kReduceWarps<A>;
-  static constexpr int kPackWarp = kCombineWarps<A> - 1;
+  static constexpr int kPackWarp = combine_warp::kPackWeights<A>;
   static constexpr bool kTogether = !kRailIsNic<Net>;
 
   A& a;
@@ -59,7 +64,7 @@ struct CombineBlock {
     if (warp == kPackWarp && local)
       GroupWalk<A>::begin(a, reinterpret_cast<uint32_t*>(smem + p.source_begins_at), p.plan.source_rows,
                           uint32_t(p.world.num_ranks()), p.plan.numbers->recv_rows);
-    if (warp != 0 || !elected) return;
+    if (warp != combine_warp::kFeed0 || !elected) return;
     for (int group = 0; group < 2; ++group) {
       fifo(group).init(a, kWarps);
       if (links) typename RecordWindow<A>::Fifo(smem, p.records[group]).init(a, 1);
@@ -88,7 +93,7 @@ struct CombineBlock {
     if (elected) leave();
   }
   HEP_DEVICE void reduce(int group) {
-    ReduceRole<A, Net, kWarps> role(a, net, p, fifo(group), smem, group, 2 + group * kWarps);
+    ReduceRole<A, Net, kWarps> role(a, net, p, fifo(group), smem, group, combine_warp::kReduce + group * kWarps);
     const Role sum = group == 1 || alike ? Role::kFinalSumReduce : Role::kNodeSumReduce;
     role.run(links ? sum : Role::kUnpermuteReduce, links ? 2 * p.blocks.link : 0);
     if (elected) leave();
@@ -108,7 +113,7 @@ struct CombineBlock {
   // By every lane that may read the operation's number: of feeds, reduce warps and packing warps.
   HEP_DEVICE void leave() {
     leave_operation(a, p, p.plan.rail_count, p.plan.node_count,
-                    uint64_t(p.blocks.all()) * (2 + 2 * kWarps) + p.blocks.workers());
+                    uint64_t(p.blocks.all()) * kPackWarp + p.blocks.workers());
   }
 };
 
@@ -118,13 +123,13 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   const int warp = a.warp_idx();
   block.begin(warp);
   if (!enter_kernel(a)) return;
-  if (warp == 0 && a.block_idx() == 0) p.gate.announce_ready(a, p.reading);
-  if (warp < 2) {
+  if (warp == combine_warp::kFeed0 && a.block_idx() == 0) p.gate.announce_ready(a, p.reading);
+  if (warp < combine_warp::kReduce) {
     block.feed(warp);
   } else if (warp == block.kPackWarp) {
     block.pack();
   } else {
-    block.reduce((warp - 2) / block.kWarps);
+    block.reduce((warp - combine_warp::kReduce) / block.kWarps);
   }
 }
 

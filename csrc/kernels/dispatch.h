@@ -15,17 +15,32 @@
 namespace hep {
 
 inline constexpr int kScatterWarps = 2;
-inline constexpr int kDispatchWarps = 5 + kScatterWarps;
+
+namespace dispatch_warp {
+enum : int {
+  kN2N,
+  kG2S,
+  kS2G,
+  kLinkWarps = kS2G + kScatterWarps,
+  kDeliverG2S = kLinkWarps,
+  kDeliverS2G,
+  kZeroRows,
+  kAll
+};
+}
+static_assert(kScatterWarps == 2);  // dispatch_kernel names each
+inline constexpr int kDispatchWarps = dispatch_warp::kAll;
 
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::byte* smem) {
+  using namespace dispatch_warp;
   const StageFifo<A, TokenHead> scatter(smem, p.scatter), rail(smem, p.rail_stage);
   const StageFifo<A, TokenHead> deliver(smem, p.deliver), look_up(smem, p.look_up);
   const int warp = a.warp_idx();
   const bool elected = a.elect_one();
   const bool links = p.blocks.feeds_links(uint32_t(a.block_idx()));
   const bool local = p.blocks.works_locally(uint32_t(a.block_idx()));
-  if (warp == 0 && elected) {
+  if (warp == kN2N && elected) {
     if (links) {
       scatter.init(a, 1);
       rail.init(a, 1);
@@ -35,39 +50,38 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
       look_up.init(a, 1);
     }
   }
-  if (warp == 4 && local && p.landing.followed)
+  if (warp == kDeliverG2S && local && p.landing.followed)
     GroupWalk<A>::begin(a, reinterpret_cast<uint32_t*>(smem + p.source_begins_at), p.plan.source_rows,
                         uint32_t(p.world.num_ranks()), p.plan.numbers->recv_rows);
   if (!enter_kernel(a)) return;
-  if (warp == 0 && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
-  if (warp == 6 && local)
+  if (warp == kN2N && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
+  if (warp == kZeroRows && local)
     return ZeroRowsRole<A>::run(a, p, p.blocks.worker(uint32_t(a.block_idx())), p.blocks.workers());
-  if (!(warp < 4 ? links : local)) return;
+  if (!(warp < kLinkWarps ? links : local)) return;
   switch (warp) {  // the copies of a role are one lane's
-    case 0:
+    case kN2N:
       if (elected) N2NRole<A, Net>(a, net, p, rail, smem).run();
       // Not behind deliver's wait for rows, which may be of several ranks: this one names who has not finished.
       if (injected(Bug::kLeftWhileRowsLand) && p.landing.in != LandIn::kReceiveRow) break;
       if (!p.gate.wait_all_done(a)) return;
       break;
-    case 1:
+    case kG2S:
       if (elected) DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps);
       break;
-    case 2:
-    case 3:
-      if (!DispatchS2GRole<A, Net>(a, net, p, scatter, smem, warp - 2, kScatterWarps)
+    case kS2G:
+    case kS2G + 1:
+      if (!DispatchS2GRole<A, Net>(a, net, p, scatter, smem, warp - kS2G, kScatterWarps)
                .run(elected, p.blocks.link * kScatterWarps))
         return;
       break;
-    case 4:
+    case kDeliverG2S:
       if (elected) DeliverG2SRole<A>(a, p, deliver, look_up, smem).run();
       return;
-    case 5:
+    case kDeliverS2G:
       if (elected) DeliverS2GRole<A>(a, p, deliver).run();
       return;
   }
-  if (elected)
-    leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(p.blocks.link) * (2 + kScatterWarps));
+  if (elected) leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(p.blocks.link) * kLinkWarps);
 }
 
 // The FIFOs of local work, from `start` on, within `budget` bytes.
