@@ -145,7 +145,8 @@ def places():
     for backend, precision, device in itertools.product(
         ("auto", "triton", "torch"), ("params", "fp8"), ("cpu", "cuda")
     ):
-        module = SimpleNamespace(backend=backend, precision=precision, weight2=torch.empty(2, 5, 3))
+        config = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
+        module = SimpleNamespace(backend=backend, precision=precision, weight2=torch.empty(2, 5, 3), config=config)
         h = SimpleNamespace(device=torch.device(device), shape=(7, 3), dtype=torch.bfloat16)
         place = experts.GroupedExperts._outputs(module, h)
         assert place in (None, (7, 5, torch.bfloat16))

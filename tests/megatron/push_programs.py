@@ -123,7 +123,7 @@ def mutants(ep):
         push(self, plan, weights[1:] + weights[:1], *rest)
 
     def said_to_be_there(self):
-        self.use.holder = self
+        self.clones.backward_bank.use.holder = self
 
     missed = missed_of(
         groups,
