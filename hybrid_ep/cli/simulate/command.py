@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs, questions
 from hybrid_ep.cli.parser import seed
 from hybrid_ep.cli.simulate import advise, job, latency, move, report, sweep
-from hybrid_ep.cli.simulate.request import ENGINES, KERNELS, Request
+from hybrid_ep.cli.simulate.request import ENGINES, EXPERTS, KERNELS, Request
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models
 from hybrid_ep.perf.crossover import PATHS
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--tokens", type=int, default=4096, help="of each rank")
     what.add_argument("--hidden", type=int, default=7168, help="elements of a row")
     what.add_argument("--topk", type=int, default=8, help="experts of a token")
-    what.add_argument("--experts", type=int, default=256, help="experts of the whole group")
+    what.add_argument("--experts", type=int, help=f"experts of the whole group  (default: {EXPERTS}, or the next "
+                      "number that the ranks share evenly)")  # fmt: skip
     what.add_argument("--dtype", choices=DTYPES, default="bf16", help="of dispatched rows; combine sums bf16")
     what.add_argument("--routing", default="uniform", help="uniform, zipf:A or file:PATH")
     what.add_argument("--load", metavar="FILE", help="tokens per expert as text or .npy, or choices .npy "
@@ -110,6 +111,9 @@ def _run(args: argparse.Namespace) -> int:
             document = move.run(args, cluster)
         else:
             request = Request.from_flags(args, cluster)
+            if args.experts is None and request.shape.experts != EXPERTS:
+                fit, ranks = request.shape.experts, request.shape.ranks
+                print(f"# --experts {fit}, not given: {ranks} ranks do not share {EXPERTS} evenly")
             if asked == _LINES:
                 document = latency.run(request, args)
             else:

@@ -16,6 +16,12 @@ from hybrid_ep.perf.shape import Shape
 
 ENGINES = ("auto", "events", "model")
 KERNELS = {"ours": HYBRID_EP, "published": PUBLISHED}
+EXPERTS = 256  # of a group whose ranks divide them
+
+
+def fitting_experts(ranks: int) -> int:
+    """The fewest, from `EXPERTS` on, that the ranks share evenly."""
+    return -(-EXPERTS // ranks) * ranks
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Request:
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, cluster: Cluster) -> Request:
-        """ValueError names flag or argument, value and remedy."""
+        """Without --experts with as many as fit the ranks. ValueError names flag or argument, value and remedy."""
         if args.nodes < 1:
             raise ValueError(f"--nodes {args.nodes}: must be at least 1")
         if args.num_sms < 0:
@@ -50,7 +56,11 @@ class Request:
             raise ValueError(f"--ranks-per-node {local}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}")
         if args.kernels != "ours" and args.engine == "events":
             raise ValueError(f"--kernels {args.kernels}: the event engine runs this library's own; use --engine model")
-        shape = Shape(args.nodes * local, local, args.tokens, args.hidden, args.topk, args.experts)
+        ranks = args.nodes * local
+        experts = fitting_experts(ranks) if args.experts is None else args.experts
+        if experts < 1 or experts % ranks:
+            raise ValueError(_misfit(experts, args.nodes, local))
+        shape = Shape(ranks, local, args.tokens, args.hidden, args.topk, experts)
         text = f"file:{args.load}" if args.load else args.routing
         choices = routing.parse(text, shape, args.seed)
         traffic = routing.uniform(shape) if choices is None else routing.count(choices, shape)
@@ -75,3 +85,18 @@ class Request:
     def settled(self, tuned: Tuning) -> Request:
         """With the SMs as tuned where none were asked for."""
         return self if self.num_sms else replace(self, num_sms=tuned.num_sms)
+
+
+def _misfit(experts: int, nodes: int, local: int) -> str:
+    """What to say of experts that the ranks do not share evenly: the flags and the nearest values that fit."""
+    ranks = nodes * local
+    near = [n for n in (experts // ranks * ranks, (experts // ranks + 1) * ranks) if n > 0]
+    remedies = [f"--experts {n}" for n in near]
+    fewer = next((n for n in range(min(local, experts // nodes), 0, -1) if experts % (nodes * n) == 0), None)
+    if fewer:
+        remedies.append(f"--ranks-per-node {fewer}")
+    *most, last = remedies
+    return (
+        f"--experts {experts}: must be a positive multiple of the {ranks} ranks of --nodes {nodes} --ranks-per-node "
+        f"{local}; give {' or '.join([*([', '.join(most)] if most else []), last])}"
+    )

@@ -1,5 +1,6 @@
 """Every `hybrid-ep` command line of the README and the docs is one that the command's own parsers take. Dry runs of
-`launch` are run too, for recipes refuse what parsers take; no other is.
+`launch` are run too, for recipes refuse what parsers take, and so are questions to `simulate`, whose shapes refuse it,
+by the model alone, which answers in seconds. No other is run.
 
 Code (shell fences, indented blocks) must be complete: launchers, prompts, comments, continuations and pipes around it
 are understood, `...` and `..` leave out what is required, and an UPPER word stands for any value. A `hybrid-ep ...` in
@@ -20,6 +21,7 @@ from docs_pages import PAGES, ROOT, code_and_prose
 
 from hybrid_ep import cli
 from hybrid_ep.cli.parser import Parser
+from hybrid_ep.perf import events
 from recipes import launch_command
 
 INLINE = re.compile(r"`(hybrid-ep\s(?:[^`\n]|\n(?!\n))+)`")
@@ -156,6 +158,31 @@ def test_a_dry_run_of_launch_is_a_script(found, capsys):
 
 def test_dry_runs_of_three_pages_are_among_them():
     assert len({str(p.id).split(":")[0] for p in DRY_RUNS.values()}) > 2
+
+
+QUESTIONS = {
+    p.values[0].words: p
+    for p in FOUND
+    if p.values[0].words[:1] == ("simulate",)
+    and len(p.values[0].words) > 1
+    and not {"latency", "events"} & {*p.values[0].words}  # the event engine's, of minutes
+    and not any(map(PLACEHOLDER.fullmatch, p.values[0].words))
+    and refusal(p.values[0].words, True) is None  # the text may hold a part of one
+    and not str(p.id).startswith("docs/results/")
+}
+
+
+@pytest.mark.parametrize("found", QUESTIONS.values())
+def test_a_question_to_simulate_is_answered(found, monkeypatch, tmp_path, capsys):
+    if "--sweep" in found.words:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(events, "missing", lambda: "left out here")
+    assert cli.main([*found.words]) == 0, capsys.readouterr().err
+
+
+def test_questions_of_two_pages_are_among_them():
+    assert len(QUESTIONS) > 7 and len({str(p.id).split(":")[0] for p in QUESTIONS.values()}) > 1
 
 
 SAMPLE = """

@@ -81,6 +81,23 @@ def test_kernels_of_the_published_measurements(capsys, tmp_path):
     assert main(["simulate", "--recommend", "mixtral_8x7b", "--gpus", "64", "--kernels", "published"]) == EXIT_USAGE
 
 
+@pytest.mark.parametrize(
+    "flags, ranks, experts",
+    [
+        (["--cluster", "gb200_nvl72"], 72, 288),
+        (["--cluster", "gb300_nvl72"], 72, 288),
+        (["--cluster", "gb200_nvl36"], 36, 288),
+        (["--nodes", "64"], 512, 512),
+        (["--nodes", "8"], 64, 256),
+    ],
+)
+def test_experts_that_are_not_given_fit_the_ranks(flags, ranks, experts, capsys):
+    assert main(["simulate", *flags, "--tokens", "64", "--engine", "model"]) == EXIT_OK
+    said = capsys.readouterr().out
+    assert f"topk 8/{experts} " in said
+    assert (f"# --experts {experts}, not given: {ranks} ranks do not share 256 evenly\n" in said) == (experts != 256)
+
+
 @pytest.mark.parametrize("engine", ["model", "auto"])
 def test_trace(engine, capsys, tmp_path):
     path = tmp_path / "trace.json"
@@ -148,7 +165,13 @@ def test_sources(capsys):
         (["--nodes", "0"], "--nodes 0"),
         (["--num-sms", "-1"], "--num-sms -1"),
         (["--num-sms", "500"], "num_sms=500"),
-        (["--experts", "7"], "experts=7"),
+        (
+            ["--experts", "7"],
+            "--experts 7: must be a positive multiple of the 8 ranks of --nodes 1 --ranks-per-node 8; "
+            "give --experts 8 or --ranks-per-node 7",
+        ),
+        (["--experts", "0"], "give --experts 8"),
+        (["--experts", "256", "--cluster", "gb200_nvl72"], "give --experts 216, --experts 288 or --ranks-per-node 64"),
         (["--topk", "900"], "topk=900"),
         (["--hidden", "3"], "hidden=3"),
         (["--ranks-per-node", "9"], "NVLink domains of 8"),
