@@ -87,19 +87,19 @@ def _of_precision(run: ClusterRun) -> list[str]:
 
 
 def _of_launches(run: ClusterRun, step: step_time.Step) -> list[str]:
-    """What a larger micro-batch would take, which pays for its launches once, where they are dear."""
+    """What a larger micro-batch would take, with more recompute where it needs that: it pays for its launches once."""
     share = step.shares["launches"]
     if share < _DEAR:
         return []
     said, found = f"launches of layers are {share:.0%} of the step: ", layouts.with_larger_micro_batches(run)
     if not found:
-        return [f"{said}no larger micro_batch_size fits memory and batch"]
+        again = "and overlap allows no more recompute" if run.overlap else "whatever is recomputed"
+        return [f"{said}no larger micro_batch_size fits memory and batch, {again}"]
     best = min(found, key=lambda layout: layout.seconds)
     if best.seconds >= step.seconds:
         return [f"{said}a larger micro_batch_size that fits is not predicted to be faster"]
-    size, num_sms = best.run.micro_batch_size, best.run.num_sms
-    sms = "" if num_sms == run.num_sms else f" --set num_sms={num_sms}"
-    return [f"{said}--set micro_batch_size={size}{sms} fits and is predicted to take {best.seconds:.2f} s"]
+    words = layouts.set_words(best.changes(run))
+    return [f"{said}{words} fits and is predicted to take {best.seconds:.2f} s"]
 
 
 @dataclass(frozen=True)

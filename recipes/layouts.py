@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybrid_ep.cli import names
 from hybrid_ep.perf import model, peers, recommend, step_time
 
 from . import memory
@@ -117,11 +118,21 @@ def table(run: ClusterRun, watch: Callable[[Iterable[Any]], Iterable[Any]] = ite
 
 
 def with_larger_micro_batches(run: ClusterRun) -> list[Layout]:
-    """The run with each larger micro-batch that fits, and with the SMs that the model would take for it: what `ranked`
-    says of these."""
-    return [
-        _timed(made, need) for made, need in _sequences(run, SEQUENCES) if made.micro_batch_size > run.micro_batch_size
-    ]
+    """The run with each larger micro-batch that fits, each with the least recompute, from the run's own on, that it
+    fits with, and with the SMs that the model would take for it: what `ranked` says of these."""
+    found: dict[int, tuple[ClusterRun, int]] = {}
+    for base in [run, *(run.derive(recompute=more) for more in _more_recomputes(run))]:
+        for made, need in _sequences(base, SEQUENCES):
+            if made.micro_batch_size > run.micro_batch_size:
+                found.setdefault(made.micro_batch_size, (made, need))
+    return [_timed(made, need) for made, need in found.values()]
+
+
+def _more_recomputes(run: ClusterRun) -> list[str]:
+    """Those of `_recomputes` that make more again than the run does."""
+    order = [*map(names.modelled_recompute, _recomputes(run))]
+    own = names.modelled_recompute(run.recompute)
+    return _recomputes(run)[order.index(own) + 1 :] if own in order else []
 
 
 def _timed(run: ClusterRun, need: int) -> Layout:

@@ -25,8 +25,6 @@ DONE = {
     + "test_the_pip_command_of_a_message_brings_what_was_missing",
     r"launch_checks.py: --set (data_path|tokenizer|train_steps)|--set apex=": RUN
     + "test_apex_is_left_out_and_data_are_given",
-    r"cluster_summary.py: --set micro_batch_size|cluster_summary.py: --set num_sms": "recipes/test_recipes_cluster.py::"
-    "test_dear_launches_are_said_with_a_larger_micro_batch_that_fits",
     r"launch_checks.py: --set megatron_path": LAUNCH
     + "test_mock_data_and_what_is_missing_here_are_said_before_anything_starts",
     # of the doctor

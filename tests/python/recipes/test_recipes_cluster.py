@@ -43,7 +43,7 @@ def test_dear_launches_are_said_with_a_larger_micro_batch_that_fits():
     assert memory.check_fits(larger) and step(job_of(larger)).seconds == pytest.approx(float(seconds), abs=0.006)
     assert step(job_of(run)).seconds > 1.1 * float(seconds)
     (full,) = said_of_launches(CLUSTER_RECIPES["deepseek_v3"]("b200_8x400g"))
-    assert full.endswith("no larger micro_batch_size fits memory and batch")
+    assert full.endswith("no larger micro_batch_size fits memory and batch, and overlap allows no more recompute")
     assert not said_of_launches(CLUSTER_RECIPES["mixtral_8x7b"]("gb200_nvl72"))
 
 

@@ -51,7 +51,7 @@ def test_the_fastest_are_those_of_a_search_without_bounds():
 
 @pytest.mark.parametrize(
     "name, hardware",
-    [("qwen3_30b_a3b", "h100_8x400g"), ("mixtral_8x7b", "h100_8x400g"), ("mixtral_8x7b", "b200_8x400g")],
+    [("qwen3_30b_a3b", "h100_8x400g"), ("mixtral_8x7b", "b200_8x400g"), ("qwen3_235b_a22b", "h100_8x400g")],
 )
 def test_launch_and_the_search_say_the_same_of_a_larger_micro_batch(name, hardware):
     """Its line has the words that make a layout which the search has too, with the same seconds."""
@@ -59,9 +59,12 @@ def test_launch_and_the_search_say_the_same_of_a_larger_micro_batch(name, hardwa
     larger = layouts.with_larger_micro_batches(run)
     (said,) = [line for line in describe(run).splitlines() if line.startswith("launches of layers are")]
     if not larger:
-        assert said.endswith("no larger micro_batch_size fits memory and batch")
+        assert run.overlap and said.endswith("fits memory and batch, and overlap allows no more recompute")
         return
     best = min(larger, key=lambda layout: layout.seconds)
+    if best.seconds >= step_time.step(job_of(run)).seconds:
+        assert said.endswith("a larger micro_batch_size that fits is not predicted to be faster")
+        return
     words = layouts.set_words(best.changes(run))
     assert said.endswith(f": {words} fits and is predicted to take {best.seconds:.2f} s")
     assert f"micro_batch_size={best.run.micro_batch_size}" in words
@@ -69,6 +72,17 @@ def test_launch_and_the_search_say_the_same_of_a_larger_micro_batch(name, hardwa
     assert step_time.step(job_of(made)).seconds == best.seconds
     found = {layout.run: layout.seconds for layout in layouts.ranked(run, most=1000)}
     assert found[best.run] == best.seconds and run in found
+
+
+def test_a_larger_micro_batch_that_more_recompute_makes_room_for_is_said():
+    run = CLUSTER_RECIPES["qwen3_235b_a22b"]("b200_8x400g")
+    assert run.recompute == "selective"
+    (said,) = [line for line in describe(run).splitlines() if line.startswith("launches of layers are")]
+    words, seconds = re.fullmatch(r".*step: (.*) fits and is predicted to take ([\d.]+) s", said).groups()
+    made = run.derive(**parse_changes([w for w in shlex.split(words) if w != "--set"]))
+    assert made.recompute == "full" and memory.check_fits(made)
+    assert step_time.step(job_of(made)).seconds == pytest.approx(float(seconds), abs=0.006)
+    assert float(seconds) < 0.95 * step_time.step(job_of(run)).seconds
 
 
 def test_a_micro_batch_divides_the_batch():
