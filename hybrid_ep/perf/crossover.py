@@ -39,24 +39,39 @@ class Row:
 @dataclass(frozen=True)
 class Crossover:
     """Of a sweep's rows of one operation. latency_tokens: up to how many lines are faster, from the fewest of the sweep
-    on; 0: not even with those. throughput_from: the first with which they are not; None: lines are faster with all."""
+    on; 0: not even with those. throughput_from: the first with which they are not; None: lines are faster with all.
+    again: more tokens than that with which lines are faster once more, and throughput_at all with which they are not:
+    of a sweep whose times cross more than once."""
 
     op: str
     latency_tokens: int
     throughput_from: int | None
+    again: tuple[int, ...] = ()
+    throughput_at: tuple[int, ...] = ()
 
     @property
     def said(self) -> str:
+        """Of the operation by name, and in accord with each of the rows."""
+        if self.again:
+            first = f"up to {self.latency_tokens} and at " if self.latency_tokens else "at "
+            return (
+                f"a {self.op} by lines is faster {first}{_list(self.again)} tokens a rank and not at "
+                f"{_list(self.throughput_at)}: the paths cross more than once in this sweep; "
+                f"latency_tokens={self.latency_tokens} is before the first"
+            )
         if not self.latency_tokens:
-            return f"the throughput path is faster from {self.throughput_from} tokens a rank, the fewest of this sweep"
+            return (
+                f"a {self.op} by the throughput path is faster from {self.throughput_from} tokens a rank, the fewest "
+                "of this sweep"
+            )
         if self.throughput_from is None:
             return (
-                f"lines are faster up to {self.latency_tokens} tokens a rank, the most of this sweep: "
+                f"a {self.op} by lines is faster up to {self.latency_tokens} tokens a rank, the most of this sweep: "
                 f"latency_tokens={self.latency_tokens} or more"
             )
         return (
-            f"lines are faster up to {self.latency_tokens} tokens a rank and not at {self.throughput_from}: "
-            f"latency_tokens={self.latency_tokens}"
+            f"a {self.op} by lines is faster up to {self.latency_tokens} tokens a rank and not at "
+            f"{self.throughput_from}: latency_tokens={self.latency_tokens}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +83,14 @@ def find(rows: Iterable[Row], op: str) -> Crossover:
     mine = sorted((row for row in rows if row.op == op), key=lambda row: row.tokens)
     lost = next((row.tokens for row in mine if row.faster != "latency"), None)
     won = max((row.tokens for row in mine if lost is None or row.tokens < lost), default=0)
-    return Crossover(op, won, lost)
+    again = tuple(row.tokens for row in mine if row.faster == "latency" and row.tokens > won)
+    return Crossover(op, won, lost, again, tuple(row.tokens for row in mine if row.faster != "latency"))
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    """In words: 64, 128 and 512."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def predict(shape: Shape, cluster: Cluster, *, dispatch_sms: int, combine_sms: int, seed: int = 1) -> dict[str, Row]:

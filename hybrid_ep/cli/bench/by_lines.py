@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     crossovers = {num_sms: [crossover.find(rows, op) for op in args.op] for num_sms, rows in by_sms.items()}
     for num_sms, of_ops in crossovers.items():
         for found in of_ops:
-            print(f"# {found.op}, {num_sms} SMs: {found.said}")
+            print(f"# {num_sms} SMs: {found.said}")
     return [
         {
             "cluster": cluster.name,

@@ -328,7 +328,7 @@ def footer_lines(config: Config, results: list[CaseResult], rows: list[Row], pea
     if busbw:
         yield f"# Avg bus bandwidth : {statistics.fmean(busbw):.3f} GB/s ({base})"
     for num_sms, found in crossings(rows):
-        yield f"# Lines against the other path, {found.op}{f', {num_sms} SMs' if num_sms else ''} : {found.said}"
+        yield f"# Lines against the other path{f', {num_sms} SMs' if num_sms else ''} : {found.said}"
     if peak_rss is not None:
         yield f"# Peak resident memory per rank : {peak_rss:,} bytes (largest rank, all together)"
 

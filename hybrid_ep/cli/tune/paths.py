@@ -58,7 +58,7 @@ class Crossing:
     def lines(self) -> Iterator[str]:
         yield by_lines.HEADER
         yield from (by_lines.line(row, self._sms) for row in self.rows)
-        yield f"# {OP}, {self._sms} SMs of dispatch and combine: {self.found.said}"
+        yield f"# {self._sms} SMs of dispatch and combine: {self.found.said}"
         yield f"# path='auto' of a buffer with this file takes lines up to {self.found.latency_tokens} tokens a rank"
 
 

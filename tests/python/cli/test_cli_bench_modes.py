@@ -420,7 +420,7 @@ def test_plots_are_drawn_where_there_is_something_to_draw(launcher, tmp_path, ca
 def test_the_latency_path_is_measured_beside_the_other(one_rank, capsys):
     assert main(["bench", "--path", "latency", "--op", "pair", *SMALL]) == EXIT_OK
     said = capsys.readouterr().out
-    assert " hybrid_ep-latency " in said and "# Lines against the other path, pair : " in said
+    assert " hybrid_ep-latency " in said and "# Lines against the other path : a pair by " in said
 
 
 @pytest.mark.parametrize("sms", ["8", "32+32", "256+256"])
@@ -452,7 +452,7 @@ def test_lines_stand_beside_the_throughput_path_with_where_they_cross(launcher, 
     # Lines have more work of their own: few tokens win by them, many do not.
     (found,) = [c for c in world["crossovers"] if (c["op"], c["num_sms"]) == ("pair", 4)]
     assert (found["latency_tokens"], found["throughput_from"]) == (8, 1024)
-    assert "# pair, 4 SMs: lines are faster up to 8 tokens a rank and not at 1024: latency_tokens=8" in said
+    assert "# 4 SMs: a pair by lines is faster up to 8 tokens a rank and not at 1024: latency_tokens=8" in said
 
 
 def test_lines_over_nodes_are_those_of_simulate(launcher, tmp_path, capsys):

@@ -148,7 +148,7 @@ def test_a_predicted_crossover_is_found_by_the_machines_it_is_of(launcher, tmp_p
     run = ["tune", "--backend", "sim", "--ranks-per-node", "4", "--hidden", "2048", "--experts", "16", "--topk", "4",
            "--tokens", "512", "--num-sms", "4", "--chunk", "32", "-o", str(out)]  # fmt: skip
     assert main([*run, "--latency-tokens", "8,4096"]) == EXIT_OK
-    assert "lines are faster up to 8 tokens a rank and not at 4096" in capsys.readouterr().out
+    assert "a pair by lines is faster up to 8 tokens a rank and not at 4096" in capsys.readouterr().out
     document = json.loads(out.read_text())
     (found,), blocks = document["crossovers"], document["entries"][0]["settings"]
     sms = {name: blocks[f"num_{name[-3:]}_{name[:-4]}"] for name in ("dispatch_sms", "combine_sms")}
@@ -174,7 +174,7 @@ def test_a_crossover_over_nodes_is_found_by_groups_of_as_many_nodes(launcher, tm
     run = ["tune", "--backend", "sim", "--nodes", "2", "--ranks-per-node", "2", "--hidden", "2048", "--experts", "16",
            "--topk", "4", "--tokens", "512", "--num-sms", "4", "--chunk", "32", "-o", str(out)]  # fmt: skip
     assert main([*run, "--latency-tokens", "8,4096"]) == EXIT_OK
-    assert "lines are faster up to 8 tokens a rank and not at 4096" in capsys.readouterr().out
+    assert "a pair by lines is faster up to 8 tokens a rank and not at 4096" in capsys.readouterr().out
     (found,) = json.loads(out.read_text())["crossovers"]
     sms = {f"{op}_sms": found[f"num_sms_{op}"] for op in ("dispatch", "combine")}
     row = crossover.predict(Shape(4, 2, 8, 2048, 4, 16), clusters.get("h100_8x400g"), **sms)["pair"]

@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_ep import cli
 from hybrid_ep.hardware.clusters import CLUSTERS
-from hybrid_ep.perf import events, latency_events
+from hybrid_ep.perf import crossover, events, latency_events
 from hybrid_ep.perf.shape import Shape
 
 GB200 = CLUSTERS["gb200_nvl72"]
@@ -86,3 +86,22 @@ def test_command_says_what_it_does_not_take(extra, capsys):
     flags = f"simulate --path latency --ranks-per-node 4 --tokens 8 --experts 16 --num-sms 8 {extra}"
     assert cli.main(flags.split()) != cli.EXIT_OK
     assert "--path latency" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "ratios, said, won",
+    [
+        ({64: 2.0, 256: 3.0}, "a dispatch by the throughput path is faster from 64 tokens a rank, the fewest of", 0),
+        ({64: 0.5, 256: 3.0}, "by lines is faster up to 64 tokens a rank and not at 256: latency_tokens=64", 64),
+        ({64: 0.5, 256: 0.9}, "by lines is faster up to 256 tokens a rank, the most of this sweep", 256),
+        ({64: 1.5, 256: 0.44, 1024: 2.0}, "by lines is faster at 256 tokens a rank and not at 64 and 1024: the", 0),
+        (
+            {8: 0.5, 64: 1.5, 256: 0.4, 1024: 0.3},
+            "is faster up to 8 and at 256 and 1024 tokens a rank and not at 64",
+            8,
+        ),
+    ],
+)
+def test_the_sentence_on_two_paths_follows_from_its_rows(ratios, said, won):
+    found = crossover.find([crossover.Row(t, "dispatch", ratio, 1.0) for t, ratio in ratios.items()], "dispatch")
+    assert said in found.said and found.latency_tokens == won and found.said.startswith("a dispatch by ")
