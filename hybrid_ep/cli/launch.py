@@ -141,18 +141,34 @@ def _wait(ranks: list[subprocess.Popen], relay: _Relay, timeout_s: float) -> int
             deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
         if time.monotonic() > deadline:
             if not first_failure:
-                alive = [index for index, rank in enumerate(ranks) if rank.poll() is None]
-                print(
-                    f"hybrid-ep: ranks {alive} still run after {timeout_s:g} s; where each of them is:",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                for index in alive:
-                    ranks[index].send_signal(signal.SIGUSR1)
-                    time.sleep(_TRACEBACK_S)
+                _explain({index: rank for index, rank in enumerate(ranks) if rank.poll() is None}, timeout_s)
             return _exit_code(first_failure or EXIT_FAILED)
         time.sleep(_POLL_S)
     return _exit_code(next((rank.returncode for rank in ranks if rank.returncode), 0))
+
+
+def _explain(alive: dict[int, subprocess.Popen], timeout_s: float) -> None:
+    """On stderr: the ranks that the deadline found, the tracebacks of those that can write one, and which cannot."""
+    started = {index: rank for index, rank in alive.items() if _catches(rank.pid, signal.SIGUSR1)}
+    said = f"hybrid-ep: ranks {[*alive]} still run after {timeout_s:g} s"
+    where = "where each of them is:"
+    if importing := [index for index in alive if index not in started]:
+        who, where = (f"ranks {importing}", "where the others are:") if started else ("all of them", "")
+        said += f"; {who} still imported torch and had not begun: allow more time"
+    print(f"{said}; {where}" if started else said, file=sys.stderr, flush=True)
+    for rank in started.values():
+        rank.send_signal(signal.SIGUSR1)
+        time.sleep(_TRACEBACK_S)
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would end it otherwise. False where it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _exit_code(code: int) -> int:
