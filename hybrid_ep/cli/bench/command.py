@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hybrid_ep import env, tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch, outputs
 from hybrid_ep.cli.bench import flags, heap, presets
 from hybrid_ep.cli.bench.config import Config, check_environment, make_config, refuse_plot_of_a_point, require
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     say("loading torch, to see what can run here")
     _refuse_unavailable_base(config, _choose(args)[0])
     _require_device(config)
+    _require_tuning(config, _choose(args))
     return launch.run_ranks(argv, ranks, args.timeout, args.threads)
 
 
@@ -59,6 +61,24 @@ def _require_device(config: Config) -> None:
             devices.current()
         except ValueError as error:
             raise UsageError(f"--backend cuda: {error}; use --backend host or sim") from None
+
+
+def _require_tuning(config: Config, kinds: list[type[Implementation]]) -> None:
+    """UsageError where the file of HYBRID_EP_TUNING has nothing for this device and a shape of the sweep: our
+    buffers would refuse it in every rank."""
+    file = env.get("HYBRID_EP_TUNING")
+    if not file or not any(kind.name.partition("-")[0] == "hybrid_ep" for kind in kinds):
+        return
+    import torch
+
+    device = torch.device("cuda" if config.backend == "cuda" else "cpu")
+    key = tuning.Key(config.num_ranks, config.num_local_ranks, config.hidden, config.num_experts)
+    try:
+        table = tuning.load(file, tuning.device_name(device))
+        for tokens in config.tokens:
+            table.find(key, max(tokens, 1))
+    except ValueError as error:
+        raise UsageError(f"HYBRID_EP_TUNING: {error}") from None
 
 
 def _choose(args: argparse.Namespace) -> list[type[Implementation]]:
@@ -87,6 +107,7 @@ def _run_rank(args: argparse.Namespace) -> int:
         config = make_config(args, num_ranks=world.size)
         kinds = _choose(args)
         _refuse_unavailable_base(config, kinds[0])
+        _require_tuning(config, kinds)
         wires = {kind.name: kind.wire for kind in kinds}
         show = _shower(world.rank, args.json, args.wide)
         described = environment.describe() | {"heap": heap_mode, "device": environment.device_name(world.device)}

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import traffic
+from hybrid_ep import traffic, tuning
 from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, EXIT_WRONG, build_parser, launch, main
 from hybrid_ep.cli.bench import checks, config, environment, report, rows
 from hybrid_ep.cli.bench.ledger import build_ledger, expected_groups
@@ -299,6 +299,18 @@ def test_a_tuning_file_that_is_none_is_refused_before_ranks_start(capsys, monkey
     assert main(["bench"]) == EXIT_USAGE
     said = capsys.readouterr().err
     assert "HYBRID_EP_TUNING" in said and said.count("\n") == 1
+
+
+def test_a_tuning_file_of_another_device_is_refused_before_ranks_start(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: EXIT_OK)
+    (tmp_path / "t.json").write_text(json.dumps({"schema": tuning.SCHEMA, "entries": []}))
+    monkeypatch.setenv("HYBRID_EP_TUNING", str(tmp_path / "t.json"))
+    assert main(["bench", *SMALL, "--ranks", "2"]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert "HYBRID_EP_TUNING: tuning=" in said and "2 ranks in nodes of 2, hidden 16, 8 experts, 16 tokens" in said
+    assert said.startswith("hybrid-ep bench: ") and said.count("\n") == 1
+    assert main(["bench", *SMALL, "--ranks", "2", "--impl", "torch-alltoall"]) == EXIT_OK  # has no buffer of ours
 
 
 def test_a_peer_that_raises_when_it_is_loaded_is_named_with_the_line(tmp_path, capsys, monkeypatch):
