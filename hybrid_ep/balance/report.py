@@ -109,7 +109,7 @@ def average(rows: list[LayerReport]) -> LayerReport:
 def table(rows: list[LayerReport]) -> str:
     """Markdown, with the average as the last row."""
     exact = rows[0].exact is not None
-    head = "| layer | tokens a rank | std | imbalance by rank | std by slot | by slot |"
+    head = "| layer | tokens a rank | std | mean imbalance by rank | std by slot | by slot |"
     lines = [head + (" exact | no plan below |" if exact else "")]
     lines.append("|---:" * (8 if exact else 6) + "|")
     for row in [*rows, average(rows)]:

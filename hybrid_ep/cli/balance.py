@@ -168,7 +168,7 @@ def run_report(args: argparse.Namespace) -> int:
         )
         + (f" ({assumed})" if assumed else "")
         + (f", projected onto the placement of {args.plan}" if args.plan else "")
-        + "; ratios are (max - mean) / mean, averaged over iterations"
+        + "; imbalance is (max - mean) / mean of an iteration, averaged over iterations"
     )
     print(report.table(rows))
     print(f"sampling noise of a perfectly fair static placement: {floor:.3f}")
@@ -262,11 +262,17 @@ def run_plan(args: argparse.Namespace) -> int:
     )
     plan_file.save(args.out, plan.phy2log, loaded.layers, args.layer_updates_per_iter)
     slots = max(bounds.slots(w, args.num_slots) * args.num_slots / w.sum() - 1 if w.any() else 0.0 for w in load)
+    summed, left = outputs.count(len(loaded.iterations), "iteration"), plan.imbalance()
     print(
-        f"{args.out}: {len(load)} layers, {args.num_slots} slots on {args.ep} ranks; imbalance by rank on "
-        f"these loads {plan.imbalance().mean():.4f} (max {plan.imbalance().max():.4f}, bound 0); by slot at least "
+        f"{args.out}: {len(load)} layers, {args.num_slots} slots on {args.ep} ranks; imbalance by rank of loads summed "
+        f"over {summed}: {left.mean():.4f} (max {left.max():.4f}, bound 0); by slot at least "
         f"{slots:.3f} in the worst layer" + (f"; slots changed: {int(plan.moved.sum())}" if args.current else "")
     )
+    if len(loaded.iterations) > 1:
+        print(
+            "single iterations are less even than their sum: hybrid-ep balance report --plan prints their mean "
+            "imbalance"
+        )
     if current is not None:
         reasons = ", ".join(f"{name} {n}" for name, n in sorted(Counter(plan.stopped).items()))
         print(

@@ -256,7 +256,9 @@ def test_plan_command_and_projection(stats, tmp_path, capsys):
     )
     import yaml
 
-    assert "slots changed" not in capsys.readouterr().out, "nothing was in force"
+    said = capsys.readouterr().out
+    assert "slots changed" not in said, "nothing was in force"
+    assert "imbalance by rank of loads summed over 6 iterations: " in said and "their mean imbalance" in said
     content = yaml.safe_load(plan.read_text())
     assert content["num_slots"] == 20 and content["layer_updates_per_iter"] == 2
     assert sorted(content["initial_global_assignments"]) == [3, 4, 5, 6]
@@ -268,7 +270,8 @@ def test_plan_command_and_projection(stats, tmp_path, capsys):
     capsys.readouterr()
     assert main(["balance", "report", str(source), "--ep", "4", "--plan", str(plan)]) == 0
     said = capsys.readouterr().out
-    assert f"{after:.3f}" in said and f", projected onto the placement of {plan}; ratios" in said.splitlines()[0]
+    assert f"{after:.3f}" in said and f", projected onto the placement of {plan}; imbalance" in said.splitlines()[0]
+    assert "| mean imbalance by rank |" in said
     assert main(["balance", "report", str(source), "--ep", "4", "--plan", str(plan), "--layout", "tensorrt"]) == 0
     assert f"projected onto the placement of {plan}" in capsys.readouterr().err
     again = tmp_path / "again.yaml"
