@@ -7,12 +7,14 @@ what it means in Megatron's words that of `recipes.megatron_arguments`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shlex
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid_ep.cli import names
+from hybrid_ep.hardware.clusters import with_article
 from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES, DISPATCH_DTYPES, OVERFLOWS, Balance
 
 from . import safe_yaml
@@ -156,7 +158,7 @@ class ClusterRun:
             gpus % parts == 0,
             "num_hosts",
             self.num_hosts,
-            f"gives {gpus} GPUs, which tensor x pipeline = {parts} must divide",
+            f"gives {gpus} GPUs, which tensor x pipeline = {parts} must divide; {self._fewest_hosts()}",
         )
         _require(
             model.num_experts % self.expert == 0, "expert", self.expert, f"must divide the {model.num_experts} experts"
@@ -166,7 +168,7 @@ class ClusterRun:
             stage % self.expert == 0,
             "expert",
             self.expert,
-            f"must divide the {stage} GPUs of a pipeline stage; {self.expert * self.pipeline} GPUs are the fewest",
+            f"must divide the {stage} GPUs of a pipeline stage; {self._fewest_hosts()}",
         )
         per_step = self.data * self.micro_batch_size
         _require(
@@ -222,7 +224,7 @@ class ClusterRun:
             self.num_sms <= self.hardware.num_sms,
             "num_sms",
             self.num_sms,
-            f"must be at most {self.hardware.num_sms}, the SMs of a {self.hardware.gpu}",
+            f"must be at most {self.hardware.num_sms}, the SMs of {with_article(self.hardware.gpu)}",
         )
         _require(
             self.dispatch_dtype == "bf16" or self.dispatcher == "hybrid_ep",
@@ -325,6 +327,13 @@ class ClusterRun:
         """Whether every clone lies in the NVLink domain of its owner."""
         domains = self.expert // self.domain
         return domains == 1 or self.balance_settings.within_node(domains)
+
+    def _fewest_hosts(self) -> str:
+        """The remedy for hosts that tensor, pipeline and expert do not divide."""
+        stage, host = math.lcm(self.tensor, self.expert), self.hardware.gpus_per_host
+        gpus = math.lcm(stage * self.pipeline, host)
+        hosts = gpus // host
+        return f"{gpus} GPUs are the fewest with these sizes: --nodes {hosts} (num_hosts={hosts}), or a multiple"
 
     @property
     def num_gpus(self) -> int:

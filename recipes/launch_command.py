@@ -211,15 +211,22 @@ def resolve_cluster(args: argparse.Namespace, changes: dict[str, Any]) -> Cluste
 
 @dataclass(frozen=True)
 class _Plan:
-    """A run that could start. config: what a CPU recipe's ranks read from the folder. nodes: hosts it takes."""
+    """A run that could start. config: what a CPU recipe's ranks read from the folder."""
 
     script: str
-    nodes: int
     config: RunConfig | None = None
+
+
+def _refuse_other_machines(args: argparse.Namespace, nodes: int) -> None:
+    """ValueError before anything is said where no script of this machine could start the run."""
+    if nodes > 1 and not args.slurm:
+        more = ", and the same command prints its job's script" if args.dry_run else ""
+        raise ValueError(f"nodes={nodes}: this machine is one; add --slurm{more}")
 
 
 def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> _Plan:
     config, nodes, tasks = resolve_small(args, changes)
+    _refuse_other_machines(args, nodes)
     module = ["-m", f"{__package__}.rank", _folder(args, name)]
     if args.slurm:
         script = sbatch.script(
@@ -233,12 +240,13 @@ def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) ->
         if not (args.slurm or args.dry_run or args.no_submit):
             raise
         print(f"missing here: {error}", file=sys.stderr)  # the nodes, or another day, may have it
-    return _Plan(script, nodes, config)
+    return _Plan(script, config)
 
 
 def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> _Plan:
     folder = _folder(args, name)  # first: a name that is none is said before all else
     run = resolve_cluster(args, changes)
+    _refuse_other_machines(args, run.num_hosts)
     script = _script_of(args, name, folder, run)  # before anything is said: a wrong flag is all that is shown
     # What is not the script goes to stderr: a dry run's output may be saved as one.
     print(cluster_summary.describe(run), launch_checks.data(run), sep="\n", file=sys.stderr, flush=True)
@@ -246,11 +254,11 @@ def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
     if args.dry_run or args.no_submit:
         for line in launch_checks.missing(run, mounts):
             print(f"missing here: {line}", file=sys.stderr)
-    elif args.slurm or run.num_hosts == 1:  # other jobs are refused further on, for they need --slurm
+    else:
         launch_checks.require(run, mounts)
     for line in launch_checks.unseen(run, mounts):
         print(f"not looked for: {line}", file=sys.stderr)
-    return _Plan(script, run.num_hosts)
+    return _Plan(script)
 
 
 def _script_of(args: argparse.Namespace, name: str, folder: str, run: ClusterRun) -> str:
@@ -277,8 +285,6 @@ def _torchrun(ranks: int, module: list[str]) -> list[str]:
 
 
 def _start(plan: _Plan, args: argparse.Namespace, name: str) -> int:
-    if plan.nodes > 1 and not args.slurm:
-        raise ValueError(f"nodes={plan.nodes}: this machine is one; add --slurm")
     if args.dry_run:
         print(plan.script, end="")
         return 0

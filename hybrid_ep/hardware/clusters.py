@@ -243,6 +243,11 @@ CLUSTERS = {
 }
 
 
+def with_article(gpu: str) -> str:
+    """A GPU's name behind "a" or "an": its first letter is read by itself, as an H100 and a B200."""
+    return f"{'an' if gpu[0] in 'AEFHILMNORSX' else 'a'} {gpu}"
+
+
 def get(name: str) -> Cluster:
     """The cluster of that name; ValueError lists those there are."""
     if name not in CLUSTERS:

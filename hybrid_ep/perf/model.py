@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hybrid_ep.hardware.block_split import local_blocks
-from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.hardware.clusters import Cluster, with_article
 from hybrid_ep.perf import flow, route_time
 from hybrid_ep.perf.costs import RowCosts, hbm_us
 from hybrid_ep.perf.flow import Chain, Hop, Timeline
@@ -101,7 +101,7 @@ def predict(
         raise ValueError(f"dtype={dtype!r}: combine sums bf16 rows")
     most = int(cluster.gpu.num_sms.value)
     if not 1 <= num_sms <= most:
-        raise ValueError(f"num_sms={num_sms} must be in 1 .. {most}, the SMs of a {cluster.gpu.name}")
+        raise ValueError(f"num_sms={num_sms} must be in 1 .. {most}, the SMs of {with_article(cluster.gpu.name)}")
     local = permute_blocks(cluster, num_sms, permute_sms, op) if impl.local_pass != "none" else 0
     chunk = impl.chunk if chunk is None else chunk
     if chunk < 1:
@@ -365,8 +365,8 @@ def permute_blocks(cluster: Cluster, num_sms: int, permute_sms: int | None = Non
         return local_blocks(op, num_sms, most)
     if not 0 <= permute_sms <= most - num_sms:
         raise ValueError(
-            f"permute_sms={permute_sms} must be in 0 .. {most - num_sms}, the SMs of a {cluster.gpu.name} beside "
-            f"num_sms={num_sms}, or None"
+            f"permute_sms={permute_sms} must be in 0 .. {most - num_sms}, the SMs of "
+            f"{with_article(cluster.gpu.name)} beside num_sms={num_sms}, or None"
         )
     return permute_sms
 

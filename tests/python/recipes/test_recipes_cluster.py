@@ -169,6 +169,11 @@ def test_quantised_rows_and_static_ones_reach_the_run():
 BAD = [
     ({"expert": 7}, "expert=7"),
     ({"num_hosts": 3, "expert": 16}, "expert=16"),
+    (
+        {"num_hosts": 1, "pipeline": 4, "expert": 8},
+        "expert=8: must divide the 2 GPUs of a pipeline stage; 32 GPUs are "
+        "the fewest with these sizes: --nodes 4 (num_hosts=4)",
+    ),
     ({"global_batch_size": 5}, "global_batch_size=5"),
     ({"precision": "mxfp8"}, "precision='mxfp8'"),
     ({"pipeline_layout": "Et|L"}, "pipeline_layout='Et|L'"),
@@ -186,7 +191,7 @@ BAD = [
     ({"static_rows": "lose"}, "static_rows='lose': use one of none, grow, drop, raise"),
     ({"dispatch_dtype": "fp8", "dispatcher": "alltoall"}, "dispatch_dtype='fp8': only hybrid_ep sends quantised rows"),
     ({"dispatch_dtype": "int8"}, "dispatch_dtype='int8': use one of bf16, fp8, mxfp8"),
-    ({"num_sms": 133}, "num_sms=133: must be at most 132, the SMs of a H100"),
+    ({"num_sms": 133}, "num_sms=133: must be at most 132, the SMs of an H100"),
     ({"balance_clones": "far"}, "balance_clones='far': use one of auto, node, near, anywhere"),
     (
         {"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},
