@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs, questions
 from hybrid_ep.cli.bench.flags import int_list
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str, str]:
     """Tables by mode, where they come from, what they count; likewise of `_predicted`."""
-    rows, device = runs.read(args.runs, args.skip)
+    given = {Path(run).resolve(): run for run in reversed(args.runs)}
+    rows, device = runs.read([*reversed(given.values())], args.skip)
     found, neither = scaling.split(rows)
     _say(
         f"MEASURED: {outputs.count(len(rows), 'run')} on {device}; median of the steps after the first "
@@ -68,6 +70,8 @@ def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str,
     )
     if device == "cpu":
         _say("ranks of CPU processes stand where GPUs would: they share one machine, so this is no claim about GPUs")
+    if len(given) < len(args.runs):
+        _say(f"{outputs.count(len(args.runs), 'run')} were given, {len(given)} of them different: each counts once")
     for row in neither:
         _say(f"{row.name} keeps neither the tokens of a GPU nor those of the job of the smallest run: left out")
     return {mode: found[mode] for mode in modes}, f"measured, {device}", "ranks" if device == "cpu" else "GPUs"

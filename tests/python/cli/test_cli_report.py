@@ -70,6 +70,14 @@ def test_one_run_alone_is_said(tmp_path, capsys):
     assert capsys.readouterr().out.count("# one job alone") == 2
 
 
+def test_a_run_that_is_given_twice_counts_once(tmp_path, capsys):
+    run = run_folder(tmp_path, "a", 2, 2, 200, 1.0)
+    assert main(["report", "scaling", run, f"{run}/", run]) == EXIT_OK
+    out = capsys.readouterr().out
+    assert "# MEASURED: 1 run on cpu" in out and len(rows_of(out)) == 2
+    assert "# 3 runs were given, 1 of them different: each counts once" in out
+
+
 def test_repeated_sizes_stay_and_a_base_begins_both_tables():
     rows = [Row("x", 1, 4, 400, 1.0, None), Row("y", 1, 2, 200, 1.0, None), Row("z", 1, 4, 400, 1.1, None)]
     found, neither = split(rows)
