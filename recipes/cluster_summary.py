@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from hybrid_ep.cli.outputs import count
 from hybrid_ep.cli.simulate.job import command_of
-from hybrid_ep.perf import recommend, step_time, training
+from hybrid_ep.perf import deepep_rates, recommend, step_time, training
 
 from . import CLUSTER_RECIPES, layouts, memory
 from .cluster import ClusterRun
@@ -105,18 +105,20 @@ def _of_launches(run: ClusterRun, step: step_time.Step) -> list[str]:
 @dataclass(frozen=True)
 class Candidate:
     """A way to move the tokens and what the model says of it. change: what --set would choose it; "" for the run's own,
-    None for what recipes cannot start. exchange_us: dispatch and combine of one layer."""
+    None for what recipes cannot start. exchange_us: dispatch and combine of one layer. rate: where it is from, of what
+    has no model."""
 
     name: str
     num_sms: int
     change: str | None
     seconds: float
     exchange_us: float
+    rate: str = ""
 
 
 def candidates(run: ClusterRun, job: step_time.Job) -> list[Candidate]:
     """Those that are modelled on this hardware, the run's own first: hybrid_ep with its SMs and with those that the
-    model would take, Megatron's alltoall, and DeepEP V1 where its rate inside one NVLink domain is published."""
+    model would take, Megatron's alltoall, and DeepEP V1 where a rate is published that the exchange could have."""
     mine = "" if run.dispatcher == "hybrid_ep" else "dispatcher=hybrid_ep"
     tuned = recommend.tuned(job).num_sms
     more = " ".join(filter(None, [mine, f"num_sms={tuned}"]))
@@ -126,8 +128,8 @@ def candidates(run: ClusterRun, job: step_time.Job) -> list[Candidate]:
     ]
     if tuned != job.num_sms:
         wanted.append(("hybrid_ep", "hybrid_ep", tuned, more))
-    if job.shape.nodes == 1 and job.ep > 1:
-        wanted.append(("deepep_v1", "deepep_v1", 24, None))
+    if job.ep > 1:
+        wanted.append(("deepep_v1", "deepep_v1", deepep_rates.NUM_SMS, None))
     found = []
     for name, dispatcher, num_sms, change in sorted(wanted, key=lambda w: w[3] != ""):
         try:
@@ -136,7 +138,8 @@ def candidates(run: ClusterRun, job: step_time.Job) -> list[Candidate]:
             step = step_time.step(other)
         except ValueError:  # the model has no rate of it on this hardware
             continue
-        found.append(Candidate(name, num_sms, change, step.seconds, step.exchange_us))
+        rate = deepep_rates.rate("dispatch", job.shape, job.cluster.name).said if dispatcher == "deepep_v1" else ""
+        found.append(Candidate(name, num_sms, change, step.seconds, step.exchange_us, rate))
     return found
 
 
@@ -152,11 +155,12 @@ def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
             if c.change is None
             else "--set " + " --set ".join(c.change.split())
         )
+        what += f"; rate of {c.rate}" if c.rate else ""
         lines.append(f"  {c.name:<10}{c.num_sms or '-':>5}{c.seconds:>9.2f}{c.exchange_us:>13.0f}  {what}")
     own = found[0]
     rival = min((c for c in found if c.name != own.name), key=lambda c: c.seconds, default=own)
     if not any(c.name == "deepep_v1" for c in found):
-        lines.append(f"  {'deepep_v1':<10}{'-':>5}{'-':>9}{'-':>13}  the model has no rate of it for this")
+        lines.append(f"  {'deepep_v1':<10}{'-':>5}{'-':>9}{'-':>13}  no rate of it is published for this")
     if rival.seconds < (1 - _CLOSE) * own.seconds:
         best, change = min(((c, c.change) for c in found if c.change is not None), key=lambda c: c[0].seconds)
         remedy = (

@@ -91,9 +91,14 @@ def rows() -> tuple[Row, ...]:
         return tuple(_row(record) for record in csv.DictReader(file))
 
 
+def cluster_of(row: Row) -> Cluster:
+    """The one that has the row's GPU."""
+    return clusters.get(_CLUSTER[row.gpu])
+
+
 def answer(row: Row, cluster: Cluster | None = None, impl: Implementation = PUBLISHED) -> Answer:
     """Predict one row on `cluster` (default: the one of its GPU), as if these kernels had run."""
-    cluster = cluster or clusters.get(_CLUSTER[row.gpu])
+    cluster = cluster or cluster_of(row)
     traffic = routing.uniform(row.shape, 8, 4) if "top-4 groups" in row.note else routing.uniform(row.shape)
     got = model.predict(row.op, row.shape, cluster, num_sms=row.num_sms, dtype=row.dtype, traffic=traffic, impl=impl)
     link = "rail" if row.basis.startswith("rdma") else "nvlink"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import efficiency, job_fields, model, peers, routing, stages
+from hybrid_ep.perf import deepep_rates, efficiency, job_fields, model, peers, routing, stages
 from hybrid_ep.perf.costs import hbm_us
 from hybrid_ep.perf.efficiency import Load
 from hybrid_ep.perf.implementations import PUBLISHED
@@ -37,13 +37,6 @@ CV_SLOW = 0.034
 GEMM_TILE_ROWS = 128
 # CollectiveX: an fp8 dispatch costs 27 to 65 us more than a bf16 one, whatever its size, to quantise.
 QUANTISE_US = 46.0
-# DeepEP V1, 24 SMs, bf16: logical GB/s published in Hybrid-EP's README; GB200 at EP24, B200 at EP8.
-_DEEPEP_V1_GB_PER_S = {
-    ("gb200_nvl72", "dispatch"): 450.0,
-    ("gb200_nvl72", "combine"): 163.0,
-    ("b200_8x400g", "dispatch"): 494.0,
-    ("b200_8x400g", "combine"): 420.0,
-}
 
 
 @dataclass(frozen=True)
@@ -221,10 +214,8 @@ def _exchange(
             t = routing.uniform(shape)
             permute = hbm_us(cluster, (t.received + t.pairs) * shape.row_bytes(dtype))
             if dispatcher == "deepep_v1":
-                if (cluster_name, op) not in _DEEPEP_V1_GB_PER_S:
-                    raise ValueError(f"dispatcher='deepep_v1': no published rate on {cluster_name}")
-                rate = _DEEPEP_V1_GB_PER_S[cluster_name, op]
-                total += t.received * shape.row_bytes(dtype) / (rate * 1e3) + permute
+                rate = deepep_rates.rate(op, shape, cluster_name)
+                total += rate.us(t, shape.tokens, shape.row_bytes(dtype)) + permute
             else:
                 got = model.predict(op, shape, cluster, num_sms=num_sms, dtype=dtype, impl=PUBLISHED)
                 total += got.api_us + permute

@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import FITTED_FROM, KINDS
-from hybrid_ep.perf import dwdp, end_to_end, model, models, published
+from hybrid_ep.perf import deepep_rates, dwdp, end_to_end, model, models, published, routing
 from hybrid_ep.perf.implementations import PUBLISHED
 from hybrid_ep.perf.shape import Shape
 
@@ -102,3 +102,22 @@ def test_dwdp_roofline():
     # the published winner changes between 8k and 16k tokens; so does ours
     assert layers[8192].dep_us < layers[8192].dwdp_us and layers[16384].dep_us > layers[16384].dwdp_us
     assert 8192 < dwdp.hiding_crossover(deepseek, gb200, dwdp.PUBLISHED_GROUP) < 16384
+
+
+def test_deepep_v1_has_the_rate_of_a_published_row_where_one_is_alike():
+    def of(cluster, ranks, op="dispatch", local=8):
+        return deepep_rates.rate(op, Shape(ranks, local, 4096, 7168, 8, 256), cluster)
+
+    assert of("h800_8x400g", 8)[:2] == (153.0, False) and of("h800_8x400g", 16, "combine")[:2] == (43.0, True)
+    for cluster in ("h100_8x400g", "h200_8x400g"):  # the NIC's, at the same size of the group
+        assert of(cluster, 32)[:2] == (58.0, True) and of(cluster, 64, "combine")[:2] == (50.0, True)
+        assert of(cluster, 32).said == "DeepEP V1 docs: H800 at EP 32, fp8, top-4 groups"
+        for ranks in (8, 16, 128):  # bound by NVLink, of which they have more; not measured
+            with pytest.raises(ValueError, match=f"no published rate on {cluster} at EP {ranks}"):
+                of(cluster, ranks)
+    assert of("gb200_nvl72", 64, local=64).said == "Hybrid-EP README: GB200 at EP 24"
+    with pytest.raises(ValueError, match="at EP 16 in domains of 8; use another dispatcher"):
+        of("b200_8x400g", 16)
+    times = routing.uniform(shape := Shape(64, 8, 4096, 7168, 8, 256))
+    us = of("h100_8x400g", 64).us(times, 4096, shape.row_bytes("bf16"))
+    assert us == pytest.approx(times.nodes_per_token * 4096 * 7168 * 2 / 51e3)

@@ -47,6 +47,12 @@ def test_dear_launches_are_said_with_a_larger_micro_batch_that_fits():
     assert not said_of_launches(CLUSTER_RECIPES["mixtral_8x7b"]("gb200_nvl72"))
 
 
+def test_deepep_stands_beside_the_run_with_the_row_of_its_rate():
+    run = CLUSTER_RECIPES["deepseek_v3"]("h100_8x400g").derive(expert=32)
+    (line,) = [line for line in describe(run).splitlines() if line.startswith("  deepep_v1")]
+    assert line.endswith("recipes do not start it; rate of DeepEP V1 docs: H800 at EP 32, fp8, top-4 groups")
+
+
 @pytest.mark.parametrize("name, hardware", VARIANTS)
 def test_every_variant_fits_and_describes_itself(name, hardware):
     run = CLUSTER_RECIPES[name](hardware)
