@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep import env
-from hybrid_ep.cli import UsageError, names
+from hybrid_ep.cli import UsageError, names, outputs
 from hybrid_ep.cli.parser import Parser, warn_renamed
 from hybrid_ep.cli.progress import track
 
@@ -249,7 +249,8 @@ def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
     _refuse_other_machines(args, run.num_hosts)
     script = _script_of(args, name, folder, run)  # before anything is said: a wrong flag is all that is shown
     # What is not the script goes to stderr: a dry run's output may be saved as one.
-    print(cluster_summary.describe(run), launch_checks.data(run), sep="\n", file=sys.stderr, flush=True)
+    said = f"{cluster_summary.describe(run)}\n{launch_checks.data(run)}"
+    print(outputs.narrowed(said), file=sys.stderr, flush=True)
     mounts = launch_slurm.mounts(args, folder) if args.container else None
     if args.dry_run or args.no_submit:
         for line in launch_checks.missing(run, mounts):

@@ -123,6 +123,22 @@ def wrapped(line: str) -> str:
     )
 
 
+def narrowed(text: str) -> str:
+    """Lines of prose broken at 120 columns, the rest of each indented. A line with a command that is to be copied stays
+    whole, and so do words that belong together in one, --set and its value."""
+    return "\n".join(map(_narrowed, text.splitlines()))
+
+
+def _narrowed(line: str) -> str:
+    if len(line) <= WIDTH or "hybrid-ep " in line:
+        return line
+    if line.startswith("# "):
+        return wrapped(line)
+    words = line.replace("--set ", "--set\0")
+    broken = textwrap.wrap(words, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(broken).replace("\0", " ")
+
+
 def picture(folder: str, name: str) -> Path:
     """Where picture `name` of --plot goes, without suffix; the folder is made. FILE.png, which some commands took
     before all had folders, is FILE with a warning."""

@@ -262,17 +262,21 @@ def _with_bytes(found: dict[str, Any], request: Request, op: str) -> dict[str, A
     )
 
 
+def _say(line: str) -> None:
+    print(outputs.narrowed(line))
+
+
 def _print_header(args: argparse.Namespace, request: Request, condition: Condition | None) -> None:
     s, c = request.shape, request.cluster
     print(_MARK)
     if condition is not None:
-        print(f"# preset {condition.name}; published claim: {condition.claim}")
-    print(
+        _say(f"# preset {condition.name}; published claim: {condition.claim}")
+    _say(
         f"# cluster {c.name}: {c.summary}; EP {s.ranks} ({s.nodes} x {s.ranks_per_node})  hidden {s.hidden}  topk "
         f"{s.topk}/{s.experts}  {request.dtype}/bf16  routing {request.routing_text}  chunk {request.chunk}  engine "
         f"{args.engine}  {'permute' if args.permute else 'no permute'}"
     )
-    print(
+    _say(
         f"# imbalance ratio over ranks: {request.traffic.imbalance:.3f}; columns as of a measurement: us and GB/s, "
         "time is the call's, bandwidths are over it"
     )
@@ -297,7 +301,7 @@ def _print_published(
     kernels: microseconds by the event engine, where the rows are its."""
     cluster = clusters.get(c.cluster)
     said = []
-    print(
+    _say(
         f"# the claim, {c.claim}: share of the {c.link}'s rate that the kernels reach, predicted for hybrid_ep as "
         "it is, with num_blocks_permute and num_blocks_unpermute for all SMs, and without permute; and for the "
         "published kernels, which leave the way between received rows and tensors out. By the model, but for "
@@ -319,7 +323,7 @@ def _print_published(
             ):
                 shares[name] = _model_share(c, row, impl, apart)
             said.append({"kind": "claim", "op": row.op, "num_sms": row.num_sms, "shares": shares})
-            print(
+            _say(
                 f"#   {row.num_sms:>3} SMs  {row.op:<9} "
                 + "   ".join(f"{n} {s:>4.0%}" for n, s in shares.items())
                 + ("   <- claimed" if row.num_sms == c.num_sms else "")
@@ -332,10 +336,10 @@ def _print_published(
         if a.row.own_kernels and (a.row.gpu, a.row.ranks, a.row.dtype) == (c.gpu, c.ranks, c.dtype)
     ]
     if not found:
-        print(f"# no published table has {c.ranks} x {c.gpu}: the claim stands alone")
+        _say(f"# no published table has {c.ranks} x {c.gpu}: the claim stands alone")
         return said
     r = found[0].row
-    print(
+    _say(
         f"# published tables of the same GPUs at hidden {r.hidden}, {r.experts // r.ranks} experts a rank, GB/s "
         f"{r.basis}: published, predicted for those kernels, predicted for hybrid_ep"
     )
@@ -356,7 +360,7 @@ def _print_published(
                 "source": a.row.source,
             }
         )
-        print(
+        _say(
             f"#   {a.row.num_sms:>3} SMs  {a.row.op:<9} {a.row.scope:<7} published {a.row.gb_per_s:>7.1f}   "
             f"predicted {a.gb_per_s:>7.1f} ({a.residual:+.1%})   hybrid_ep {ours:>7.1f}"
         )

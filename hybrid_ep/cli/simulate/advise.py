@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from hybrid_ep.cli import names
+from hybrid_ep.cli import names, outputs
 from hybrid_ep.cli.progress import track
 from hybrid_ep.cli.simulate import job as job_flags
 from hybrid_ep.cli.simulate.job import command_of
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     job_flags.check_precision(args)
     _check_gpus(model, cluster, args.gpus, args.precision)
     plans = recommend.recommend(model, cluster, args.gpus, watch=functools.partial(track, what="layouts"), **job)
-    print(
+    _say(
         f"# {model.name} on {args.gpus} x {cluster.gpu.name} ({cluster.name}), {args.tokens} tokens a rank and "
         f"micro-batch, {args.precision}, recompute {names.said_of_recompute(args.recompute)}, {args.overlap:.0%} of "
         "what moves hidden"
@@ -64,11 +64,11 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
             dispatch_dtype=best.dispatch_dtype,
         )
         print(f"# the first by another verb: {command_of(asked, recompute=args.recompute)}")
-    print(f"# state GB: {recommend.STATE_HOLDS}, which hybrid-ep launch counts too; weights that move: two layers more")
+    _say(f"# state GB: {recommend.STATE_HOLDS}, which hybrid-ep launch counts too; weights that move: two layers more")
     sure = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, **job)
-    print(f"# tokens/s/GPU with {step_time.said_of_compute(sure)}; differences between plans mean more than the number")
+    _say(f"# tokens/s/GPU with {step_time.said_of_compute(sure)}; differences between plans mean more than the number")
     for line in training.said_of(own or sure).splitlines():
-        print(f"# {line}")
+        _say(f"# {line}")
     return {
         "model": model.name,
         "cluster": cluster.name,
@@ -77,6 +77,10 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         "plans": [asdict(p) for p in plans],
         "yours": yours,
     }
+
+
+def _say(line: str) -> None:
+    print(outputs.narrowed(line))
 
 
 class _Fits(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybrid_ep.cli import outputs
 from hybrid_ep.cli.progress import say
 from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.hardware.clusters import Cluster
@@ -165,7 +166,8 @@ def _print_header(request: Request, engine: str, why: str) -> None:
         f"{s.experts}  {request.dtype}  routing {request.routing_text}  SMs {request.num_sms}  chunk {request.chunk}"
     )
     print(f"# kernels {request.kernels.name}: {request.kernels.summary}")
-    print(f"# engine {engine} ({why}); logical bandwidth counts local rows, physical only what crosses; GB = 1e9 B")
+    said = f"# engine {engine} ({why}); logical bandwidth counts local rows, physical only what crosses; GB = 1e9 B"
+    print(outputs.narrowed(said))
     print(
         f"# a token goes to {t.ranks_per_token:.2f} ranks on {t.nodes_per_token:.2f} nodes; imbalance ratio "
         f"{t.imbalance:.2f}"

@@ -6,7 +6,7 @@ import argparse
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch, names, outputs
@@ -152,10 +152,10 @@ def _predict(args: argparse.Namespace) -> int:
         f"{args.topk}/{args.experts}  {args.dtype}"
     )
     for line in report.header_lines(title, simulated=True):
-        print(line)
+        print(outputs.narrowed(line))
     for grid in grids:
         for line in report.grid_lines(grid):
-            print(line)
+            print(outputs.narrowed(line))
     crossing = None
     if args.latency_tokens:
         few = min(grids, key=lambda grid: grid.tokens).settings
@@ -165,7 +165,7 @@ def _predict(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise UsageError(f"--latency-tokens {_list(args.latency_tokens)}: {error}") from None
         for line in crossing.lines():
-            print(line)
+            print(outputs.narrowed(line))
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     _finish(args, grids, crossing, {"source": "simulated", "cluster": cluster.name, "date": date})
     return EXIT_OK
@@ -187,7 +187,11 @@ def _run_rank(args: argparse.Namespace) -> int:
             f"{tuner.device}  EP {key.num_ranks} ({nodes} x {key.num_local_ranks})  hidden {key.hidden}  topk "
             f"{args.topk}/{key.num_experts}  {args.dtype}  load {described['load_average'][0]:.1f}"
         )
-        show = print if world.rank == 0 else (lambda *_, **__: None)
+
+        def show(line: str, **options: Any) -> None:
+            if world.rank == 0:
+                print(outputs.narrowed(line), **options)
+
         for line in report.header_lines(title, simulated=False):
             show(line, flush=True)
         grids, wrong, crossing = [], 0, None

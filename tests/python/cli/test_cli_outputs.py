@@ -259,3 +259,27 @@ def test_peers_come_with_the_packages_and_not_from_a_folder_of_the_sources(monke
     monkeypatch.chdir(tmp_path)
     assert "recipes.bench_peer_megatron" in plugins.find_plugins()
     assert [peer.name for peer in plugins.load_plugin("recipes.bench_peer_megatron")] == ["megatron-alltoall"]
+
+
+def test_long_prose_is_broken_and_commands_are_not():
+    prose = "step time: " + "assumes much, " * 20 + "--set a=1"
+    said = outputs.narrowed(f"{prose}\n# {prose}\nthe same: hybrid-ep {'--flag x ' * 30}\nshort").splitlines()
+    assert said[-2].count("--flag x") == 30 and said[-1] == "short"
+    assert max(map(len, said[:-2])) <= outputs.WIDTH and [s[:2] for s in said[:2]] == ["st", "  "]
+    assert " ".join(line.removeprefix("#").strip() for line in said[:-2]) == f"{prose} {prose}"
+    for width in range(90, 130):
+        assert "--set a=1" in outputs.narrowed("y" * width + " --set a=1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "--recommend", "qwen3_30b_a3b", "--cluster", "gb200_nvl36", "--gpus", "32"],
+        ["bench", "--backend", "sim", "--cluster", "gb200_nvl72", "--experts", "288", "--tokens", "64"],
+        ["tune", "--backend", "sim", "--cluster", "h100_8x400g", "--tokens", "64"],
+    ],
+)
+def test_what_is_said_beside_a_table_fits_120_columns(words, capsys):
+    assert cli.main(words) == EXIT_OK
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#") and "hybrid-ep " not in line]
+    assert said and max(map(len, said)) <= outputs.WIDTH

@@ -242,7 +242,8 @@ def test_apex_is_left_out_and_data_are_given(monkeypatch, capsys, tmp_path):
     assert code == 0 and "DATA: MOCK" in mock and "--mock-data" in mock
     for suffix in (".bin", ".idx"):
         (tmp_path / f"text{suffix}").write_bytes(b"")
-    given = re.findall(r"--set \w+=", next(line for line in mock.splitlines() if "DATA: MOCK" in line))
+    said = re.search(r"^DATA: MOCK.*(\n  .*)*", mock, re.MULTILINE)[0]  # over as many lines as it takes
+    given = re.findall(r"--set \w+=", said)
     assert given == ["--set data_path=", "--set tokenizer=", "--set train_steps="]
     values = (str(tmp_path / "text"), "some/tokenizer", "7")
     words = [word for flag, value in zip(given, values, strict=True) for word in (flag + value).split(" ")]
