@@ -2,6 +2,7 @@
 pages, headings and files that are not there."""
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -63,7 +64,19 @@ def signature_of_named(app, what, name, obj, options, signature, returned):
     return None
 
 
+def link_pages(app, what, name, obj, options, lines):
+    """A docstring names a page as it lies in a checkout, docs/design.md#memory; on the site that is a link."""
+
+    def link(match):
+        page, anchor = match[1], match[2] or ""
+        text = f"docs/{page}.md{anchor}"
+        return f"`{text} <{page}.html{anchor}>`__" if anchor else f":doc:`{text} </{page}>`"
+
+    lines[:] = [re.sub(r"`?\bdocs/([\w/-]+)\.md(#[\w-]+)?`?", link, line) for line in lines]
+
+
 def setup(app):
     app.connect("builder-inited", write_environment_table)
+    app.connect("autodoc-process-docstring", link_pages)
     app.connect("autodoc-process-signature", signature_of_named)
     app.connect("autodoc-skip-member", skip_fields_of_tuples)

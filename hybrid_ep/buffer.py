@@ -456,6 +456,16 @@ class HybridEPBuffer(PlansClones, Meters, Named):
         if self._session is not None:
             self._session.close(together=error_type is None)  # after an error others may not come
 
+    def __repr__(self) -> str:
+        session = getattr(self, "_session", None)  # a constructor that raised may have set nothing
+        if session is None:
+            return f"<{type(self).__name__} that was never set up>"
+        o, closed = session.options, ", closed" if session.why_closed else ""
+        return (
+            f"<{type(self).__name__}: rank {self.rank} of {self.group_size}, hidden {o.hidden_dim}, "
+            f"{o.num_local_experts * self.group_size} experts, executor {o.executor!r}{closed}>"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A buffer has no copies: copy, deepcopy and pickle (torch.save, arguments of spawned processes) end here."""
         raise TypeError(

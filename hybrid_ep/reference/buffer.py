@@ -121,6 +121,9 @@ class ReferenceBuffer(Named):
         num_dispatched_tokens: int | None = None,
         handle: Handle | None = None,
     ) -> Dispatched:
+        """HybridEPBuffer.dispatch with the same arguments and results: (rows [M, H], weights fp32 [M, experts of this
+        node] or None, scales [M, S] or None, handle). num_dispatched_tokens* are ignored. ValueError without
+        routing."""
         if handle is None:
             plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, 1, None, True)
         else:
@@ -165,6 +168,10 @@ class ReferenceBuffer(Named):
         use_host_meta: bool | None = None,
         pad_empty_experts: bool = False,
     ) -> Permuted:
+        """HybridEPBuffer.dispatch_with_permute with the same arguments and results: (rows [P, H], weights fp32 [P] or
+        None, scales [P, S] or None, padded_tokens_per_expert int64 [local experts], handle). use_fp8,
+        fuse_permute_dispatch, num_dispatched_tokens and use_host_meta change nothing. ValueError without routing, and
+        for a num_permuted_tokens that is too small where nothing may be dropped."""
         out_rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
         if handle is None:
             if num_of_experts is None and num_of_experts_per_rank is not None:
@@ -224,6 +231,8 @@ class ReferenceBuffer(Named):
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None, *, fp32_partials: bool = False
     ) -> Combined:
+        """HybridEPBuffer.combine with the same arguments and results: the sums [T, H] of hidden [M, H], bf16, fp16 or
+        fp32, and probs fp32 [T, E] or None. ValueError for another dtype or a handle of another verb."""
         return self._combine(_plan_of(handle, DISPATCHED)[0], hidden, probs, False, False, fp32_partials)
 
     def combine_with_unpermute(
@@ -238,6 +247,10 @@ class ReferenceBuffer(Named):
         weighted: bool = False,
         fp32_partials: bool = False,
     ) -> Combined:
+        """HybridEPBuffer.combine_with_unpermute with the same arguments and results: the sums [T, H] of hidden [P, H],
+        bf16, fp16 or fp32, and probs fp32 [T, E] or None; weighted multiplies rows by the dispatched weights.
+        pad_multiple, fuse_unpermute_combine and num_dispatched_tokens change nothing. ValueError for another dtype, a
+        handle of another verb, and for probs with weighted."""
         plan, dispatched = _plan_of(handle, PERMUTED)
         if weighted and probs is not None:
             raise ValueError("weighted=True multiplies by the dispatched weights; leave probs out")

@@ -35,12 +35,15 @@ class World:
         return self.num_ranks * self.num_local_experts
 
     def ranks_of_node(self, node: int) -> range:
+        """Ranks are numbered node by node."""
         return range(node * self.num_local_ranks, (node + 1) * self.num_local_ranks)
 
     def experts_of_rank(self, rank: int) -> slice:
+        """Of the experts' axis of a route [T, num_experts]."""
         return slice(rank * self.num_local_experts, (rank + 1) * self.num_local_experts)
 
     def experts_of_node(self, node: int) -> slice:
+        """Of the same axis: those of the node's ranks together."""
         per_node = self.num_local_ranks * self.num_local_experts
         return slice(node * per_node, (node + 1) * per_node)
 

@@ -7,7 +7,7 @@ import pytest
 from examples import WRONG, Example, check, examples, expected
 from hypothesis import given, settings
 
-from hybrid_ep import _core
+from hybrid_ep import HybridEPBuffer, _core
 from hybrid_ep.testing import VirtualWorld
 
 SHAPES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (2, 3), (3, 2)]
@@ -103,3 +103,13 @@ def test_the_comparison_notices(wrong):
     with pytest.raises(AssertionError):
         check_world(ex, want=WRONG[wrong](ex, expected(ex)))
     check_world(ex)
+
+
+def test_a_buffer_says_what_it_is():
+    world = VirtualWorld(1, 2)
+    first, second = world.buffers(16, 8, 3, timeout_s=30)
+    assert repr(second) == "<HybridEPBuffer: rank 1 of 2, hidden 16, 6 experts, executor 'host'>"
+    for buffer in (first, second):
+        buffer.destroy()
+    assert repr(first).endswith("executor 'host', closed>")
+    assert repr(HybridEPBuffer.__new__(HybridEPBuffer)) == "<HybridEPBuffer that was never set up>"

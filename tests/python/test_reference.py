@@ -3,6 +3,8 @@ errors."""
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from examples import WRONG, Example, check, examples, expected, same
@@ -170,3 +172,9 @@ def test_weights_that_come_back_from_some_ranks_only_are_refused():
         reference.combine_world(plan, rows, [None, torch.ones(4)])
     both = reference.combine_world(plan, rows, [torch.ones(4), torch.ones(4)])
     assert all(torch.equal(probs, torch.ones(2, 2)) for _, probs in both)
+
+
+@pytest.mark.parametrize("kind", [ReferenceBuffer, World])
+def test_what_the_api_page_shows_of_the_reference_has_a_docstring(kind):
+    public = [name for name, member in vars(kind).items() if inspect.isfunction(member) and not name.startswith("_")]
+    assert len(public) > 2 and not [name for name in public if not getattr(kind, name).__doc__]
