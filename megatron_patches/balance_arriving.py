@@ -143,6 +143,7 @@ class Arriving:
         self._bank = clones.forward_bank  # of the direction that it goes in
         self._made: dict[int, torch.Tensor] = {}  # gradients of the slots, a stack a matrix
         self._homeward: Homeward | None = None  # the same, when they have started home
+        self.used = False  # the experts' forward has run
         self._done = False  # nobody will ask for its weights again
         self._before: Arriving | None = None  # whose backward follows this one's
         if torch.is_grad_enabled():

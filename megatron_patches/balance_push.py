@@ -228,6 +228,12 @@ class CloneExperts:
         plan, arriving = self.manager.last_plan, self.manager.push
         if plan is None or arriving is None:
             raise RuntimeError("the experts of a balanced layer ran before its dispatch: call the dispatcher first")
+        if arriving.used and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "the experts of a balanced layer ran again in a backward without their dispatch, which says whose "
+                "clones these are: checkpoint the whole MoE layer, not its experts alone"
+            )
+        arriving.used = True
         if not self.may_clone(plan):
             arriving.without_clones()
             owners = int(tokens_per_expert[: self.weights.num_owners].sum())

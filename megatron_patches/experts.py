@@ -169,10 +169,10 @@ class GroupedExperts(MegatronModule):
         further: (weights like weight1 [S, F1, H], like weight2 [S, H, F]) of S further experts, which live elsewhere
         and whose rows follow, a pair for each place where some live; tokens_per_expert counts them, too. arriving: who
         brings these weights, of either product, where they are still under way."""
-        if self._delayed:
+        if self._delayed and torch.is_grad_enabled():
             raise RuntimeError(
                 "these experts' weight gradients of a backward before were not made: call backward_dw() behind it, as "
-                "the schedules of --delay-wgrad-compute do"
+                "the schedules of --delay-wgrad-compute do, or forget_delayed() where an error ended that backward"
             )
         rows, probs = permuted_local_hidden_states, permuted_probs.float()
         weights: torch.Tensor | None = probs
@@ -193,13 +193,15 @@ class GroupedExperts(MegatronModule):
         out = self._outputs(h)
         return grouped_mm(h, stacks[1], ends, **how, out=out, arriving=arriving[1], delay=later[1], remake=again), None
 
-    def _activated_again(self, h: torch.Tensor, weights: torch.Tensor | None) -> Callable[[], torch.Tensor] | None:
+    def _activated_again(
+        self, h: torch.Tensor, weights: torch.Tensor | None
+    ) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor | None, ...]] | None:
         """With moe_act among --recompute-modules: the second product's rows, of what the activation keeps anyway."""
         config = self.config
         if config.recompute_granularity != "selective" or "moe_act" not in config.recompute_modules:
             return None
-        h, weights = h.detach(), None if weights is None else weights.detach()
-        return lambda: weighted_activation(h, weights, self.kind)
+        kept = h.detach(), None if weights is None else weights.detach()
+        return functools.partial(weighted_activation, kind=self.kind), kept
 
     def _outputs(self, h: torch.Tensor) -> torch.Tensor | None:
         """Where the second product goes, if the machine that multiplies stores there: to registered memory, where
@@ -228,6 +230,10 @@ class GroupedExperts(MegatronModule):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """DDP's, with --delay-wgrad-compute: called when gradients are made, in place of autograd's."""
         self._when_made.append(hook)
+
+    def forget_delayed(self) -> None:
+        """Of a backward that an error ended: its weight gradients will not be made."""
+        self._delayed.clear()
 
     def backward_dw(self) -> None:
         """With --delay-wgrad-compute, make the weight gradients that the backward has left; nothing without.

@@ -25,6 +25,7 @@ log = logging.getLogger("hybrid_ep.moe")
 _said: set[tuple[Any, ...]] = set()
 Machine = tuple[Backend, str]  # with the remedy for groups without rows
 Delay = Callable[[Callable[[], torch.Tensor]], None]
+Remake = tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor | None]]
 
 
 class Arrivals(Protocol):
@@ -57,7 +58,7 @@ def grouped_mm(
     arriving: Arrivals | None = None,
     precision: str = "params",
     delay: Delay | None = None,
-    remake: Callable[[], torch.Tensor] | None = None,
+    remake: Remake | None = None,
 ) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
 
@@ -91,11 +92,12 @@ def grouped_mm(
     of all that its block takes part in. (Blocks below 5.3e-36 lose more.) "loop", the reference, and "triton" do it;
     "auto" the latter where it runs.
 
-    delay: in the backward it is called with a function that makes the first stack's gradient [E_0, K, F], in place of
-    making it; autograd gets none. The function holds x and the result's gradient, and gives the bits of no delay.
-    What does not wait for weight gradients can be started before it is called.
+    delay: in a backward that asks for it, it is called with a function that makes the first stack's gradient [E_0, K,
+    F], in place of making it; autograd gets none. The function holds x and the result's gradient, and gives the bits
+    of no delay. What does not wait for weight gradients can be started before it is called.
 
-    remake: makes x again, with the same bits, in the backward, where weight gradients ask for it; x itself is not kept.
+    remake: a function and the tensors that it takes: it makes x again, with the same bits, in the backward, where
+    weight gradients ask for it; x itself is not kept, and the tensors are, as autograd keeps what it saves.
 
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
@@ -112,8 +114,9 @@ def grouped_mm(
         _check_arriving(arriving)
     if delay is not None and not callable(delay):
         raise ValueError(f"delay={delay!r:.80} is not callable; give a function of a function, or None")
-    if remake is not None and not callable(remake):
-        raise ValueError(f"remake={remake!r:.80} is not callable; give a function that makes x again, or None")
+    takes = isinstance(remake, tuple) and len(remake) == 2 and callable(remake[0])
+    if remake is not None and not takes:
+        raise ValueError(f"remake={remake!r:.80} is no (function, tensors); give what makes x again, or None")
     groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
     arriving = arriving if len(stacks) > 1 else None
     machine = _choose(backend, x, stacks, groups, out is not None, arriving is not None, precision)
@@ -125,26 +128,28 @@ class _Wishes(NamedTuple):
 
     arriving: Arrivals | None = None
     delay: Delay | None = None
-    remake: Callable[[], torch.Tensor] | None = None
+    remake: Remake | None = None
 
 
 class _Rows:
     """x in the backward: what was kept, or what is made again when it is first asked for."""
 
-    def __init__(self, kept: torch.Tensor | None, remake: Callable[[], torch.Tensor] | None, like: tuple[Any, ...]):
-        self._kept, self._remake, self._like = kept, remake, like
+    def __init__(self, kept: Sequence[torch.Tensor | None], remake: Remake | None, like: tuple[Any, ...]):
+        self._x = kept[0] if remake is None else None
+        self._remake, self._of, self._like = remake, kept, like
 
     def __call__(self) -> torch.Tensor:
-        if self._kept is None:
+        if self._x is None:
             assert self._remake is not None
             with torch.no_grad():
-                self._kept = self._remake()
-            if (self._kept.shape, self._kept.dtype, self._kept.device) != self._like:
+                made = self._remake[0](*self._of)
+            if (made.shape, made.dtype, made.device) != self._like:
                 raise ValueError(
-                    f"remake made {self._kept.dtype} {tuple(self._kept.shape)} on {self._kept.device} in the backward, "
-                    f"where x was {self._like[1]} {tuple(self._like[0])} on {self._like[2]}; make the same again"
+                    f"remake made {made.dtype} {tuple(made.shape)} on {made.device} in the backward, where x was "
+                    f"{self._like[1]} {tuple(self._like[0])} on {self._like[2]}; make the same again"
                 )
-        return self._kept
+            self._x, self._of = made, ()
+        return self._x
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -162,12 +167,17 @@ class _GroupedMM(torch.autograd.Function):
         wishes: _Wishes,
         *stacks: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x if wishes.remake is None else None, groups.ends, *stacks)
+        kept = (x,) if wishes.remake is None else tuple(wishes.remake[1])
+        ctx.save_for_backward(groups.ends, *stacks, *kept)
+        ctx.wishes = wishes._replace(remake=None if wishes.remake is None else (wishes.remake[0], ()))
         ctx.facts = groups.sizes, groups.first_rows, machine, tail
-        ctx.wishes, ctx.like = wishes, (x.shape, x.dtype, x.device)
+        ctx.like = x.shape, x.dtype, x.device
         arriving = wishes.arriving
         if out is not None:
             ctx.mark_dirty(out)
+        elif recording.recorded() and x.numel() and stacks[0].shape[2]:
+            # A product that selective checkpointing keeps must stay as it was made: the result is other memory.
+            out = x.new_empty(x.shape[0], stacks[0].shape[2])
         if arriving is None or not arriving.under_way():
             return _rows_times_stacks(x, stacks, groups, machine, tail, out)
         if _in_turns(machine):
@@ -179,21 +189,24 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, ends, *stacks = ctx.saved_tensors
         wishes: _Wishes = ctx.wishes
+        num_stacks = len(ctx.facts[0])
+        ends, *saved = ctx.saved_tensors
+        stacks, kept = saved[:num_stacks], saved[num_stacks:]
         x = _Rows(kept, wishes.remake, ctx.like)
         sizes, first_rows, machine, tail = ctx.facts
         groups = Groups(ends, sizes, first_rows)
         grad = grad.contiguous()  # of a sum it is one number seen [N, F] times, which GEMMs do not take
         asks_dx, wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
         turned = [w.transpose(1, 2) for w in stacks]
-        dw: list[torch.Tensor | None] = [None] * len(stacks)
-        if wishes.arriving is not None:
+        if wishes.arriving is not None or wishes.delay is not None:
             # Who hands gradients over must be asked for them: not so where a caller wants those of other inputs alone.
             # needs_input_grad does not tell, and torch has no public name for what does (its own graph.py calls it).
             nodes = [node for node, _ in ctx.next_functions[-len(stacks) :]]
-            asked = (node is not None and torch._C._will_engine_execute_node(node) for node in nodes[1:])
-            wanted = (wanted[0], *(w and a for w, a in zip(wanted[1:], asked, strict=True)))
+            asked = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+            wanted = tuple(w and a for w, a in zip(wanted, asked, strict=True))
+        dw: list[torch.Tensor | None] = [None] * len(stacks)
+        if wishes.arriving is not None:
             dx, dw = _backward_in_turns(x, grad, turned, groups, machine, tail, wishes, asks_dx, wanted)
             return None, dx, None, None, None, None, *dw
         dx = _rows_times_stacks(grad, turned, groups, machine, tail) if asks_dx else None
@@ -284,11 +297,7 @@ def _rows_times_stacks(
         out = made if out is None else out.copy_(made)
     else:
         out = backend.mm(x, stacks, groups, out, of)
-    if not tail or (of is not None and of.stop < len(stacks)):
-        return out
-    # A product that selective checkpointing keeps must stay as it was made.
-    clear = padding.zeroed_tail if recording.recorded() else padding.zero_tail_
-    return clear(out, groups.ends)
+    return padding.zero_tail_(out, groups.ends) if tail and (of is None or of.stop == len(stacks)) else out
 
 
 def _weight_gradients(

@@ -97,15 +97,6 @@ def zero_tail_(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def zeroed_tail(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The same in other memory, where there is a tail or may be one: rows stay as they are."""
-    if rows.device.type == "cpu":
-        end = int(offsets[-1]) if rows.numel() else len(rows)
-        return rows if end == len(rows) else torch.cat([rows[:end], rows.new_zeros(len(rows) - end, rows.shape[1])])
-    row = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int64)
-    return rows.masked_fill((row >= offsets[-1])[:, None], 0)
-
-
 def zero_empty_groups_(per_group: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Stores zeros to per_group[e] of every empty group e, in place. per_group [E, ...]; returns it."""
     if per_group.numel() == 0:

@@ -207,7 +207,7 @@ class Options:
             one = self.spares.num_bytes // self.spares.spare_slots
             return (
                 f", or lower spare_slots={self.spares.spare_slots}: by shapes, each has {one} bytes for an expert in "
-                f"{self.spares.dtype} and its gradients in fp32"
+                f"{self.spares.dtype}{' and its gradients in fp32' if self.spares.gradients else ''}"
             )
         by_lines = f", latency_tokens={self.latency_tokens}" if self.latency_tokens else ""
         said = f", or lower max_num_of_tokens_per_rank{by_lines} or capacity_factor"

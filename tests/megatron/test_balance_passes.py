@@ -3,6 +3,7 @@ errors in a backward, models that are dropped. What is computed next is what it 
 
 Two ranks are threads, whose layers are those of `exact_layers`."""
 
+import functools
 import gc
 import threading
 import weakref
@@ -10,6 +11,7 @@ import weakref
 import exact_layers
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hybrid_ep.moe import grouped
 from hybrid_ep.testing import VirtualWorld
@@ -111,6 +113,25 @@ def test_a_push_that_an_error_ends_is_made_again(ranks, monkeypatch, in_backward
         with pytest.raises(MemoryError, match="planted"):
             out.backward(layers.gradient, retain_graph=True) if in_backward else layers.forward()
         here.fails = False
+        return same(layers.step(), want)
+
+    assert ranks(work) == [True] * RANKS
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_experts_that_run_again_without_their_dispatch_are_refused(ranks, use_reentrant):
+    """By then the slots may be another micro-batch's, and the latest plan another's."""
+
+    def work(layers):
+        want = layers.step()
+        alone = [expert.forward for expert in layers.experts]
+        for expert, forward in zip(layers.experts, alone, strict=True):
+            again = functools.partial(checkpoint, forward, use_reentrant=use_reentrant)
+            setattr(expert, "forward", again)  # noqa: B010 - as checkpoint_wrapper does
+        with pytest.raises(RuntimeError, match="checkpoint the whole MoE layer, not its experts alone"):
+            layers.forward().backward(layers.gradient)
+        for expert, forward in zip(layers.experts, alone, strict=True):
+            setattr(expert, "forward", forward)  # noqa: B010
         return same(layers.step(), want)
 
     assert ranks(work) == [True] * RANKS

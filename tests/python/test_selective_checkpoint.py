@@ -110,12 +110,18 @@ def test_a_probe_in_the_first_forward_is_no_part_of_it(unprobed, saved):
     assert all(map(torch.equal, found, torch.autograd.grad(layer(x, w, v).square().sum(), (x, w, v))))
 
 
+@pytest.mark.parametrize("place", [False, True])
+@pytest.mark.parametrize("cut", [4, 2])
 @pytest.mark.parametrize("rows", [6, 9])
-def test_a_kept_product_stays_as_it_was_made(rows):
-    """With rows behind the last group and without any."""
+def test_a_kept_product_stays_as_it_was_made(rows, cut, place):
+    """With rows behind the last group and without any; weights in one stack and in two; with a place for the result."""
     x, w = torch.randn(rows, 16).requires_grad_(), torch.randn(4, 16, 16).requires_grad_()
     ends = torch.tensor([1, 1, 4, 6])
-    layer = lambda x, w: torch.tanh(grouped_mm(x, w, ends, backend="torch")).square()  # noqa: E731
+
+    def layer(x, w):
+        out = torch.empty(rows, 16) if place else None
+        return torch.tanh(grouped_mm(x, w.split(cut), ends, backend="torch", out=out)).square()
+
     out = checkpoint(layer, x, w, **saving(aten._grouped_mm.default))
     found = torch.autograd.grad(out.sum(), (x, w))
     assert not out[6:].any()

@@ -21,7 +21,7 @@ def gradients(counts, tail, cuts, backend, arrives=False, remake=False, **wishes
     bringer, rows = Bringer(parts[1:]) if arrives else None, x
     if remake:  # rows that are made of x, as by an activation
         rows, kept = x * 1, x.detach()
-        wishes["remake"] = lambda: kept * 1
+        wishes["remake"] = (lambda kept: kept * 1, (kept,))
     first_rows = [sum(counts[:cut]) for cut in (0, *cuts)]
     out = grouped_mm(
         rows, parts, offsets_of(counts), backend=backend, first_rows=first_rows, arriving=bringer, **wishes
@@ -53,10 +53,27 @@ def test_what_is_made_later_has_the_bits_of_what_is_not(backend, arrives, remake
         assert torch.equal(made, first) and not made.requires_grad, case
 
 
+def test_gradients_of_rows_alone_leave_nothing_to_make():
+    later = []
+    x, w, grad = problem((3, 2), 0, torch.float32)
+    out = grouped_mm(x.requires_grad_(), w.requires_grad_(), offsets_of((3, 2)), delay=later.append)
+    torch.autograd.grad(out, [x], grad)
+    assert not later
+
+
+def test_hooks_outside_are_given_what_rows_are_made_of():
+    x, w, grad = problem((3, 2), 0, torch.float32)
+    packed, h = [], x.clone()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.data_ptr()) or t, lambda t: t):
+        out = grouped_mm(x, w.requires_grad_(), offsets_of((3, 2)), remake=(torch.clone, (h,)))
+    assert h.data_ptr() in packed and x.data_ptr() not in packed
+    out.backward(grad)
+
+
 def test_nothing_is_left_and_nothing_made_again_for_weights_that_are_frozen():
     later, again = [], []
     x, w, grad = problem((3, 2), 0, torch.float32)
-    wishes = {"delay": later.append, "remake": lambda: again.append(0)}
+    wishes = {"delay": later.append, "remake": (lambda: again.append(0), ())}
     grouped_mm(x.requires_grad_(), w, offsets_of((3, 2)), **wishes).backward(grad)
     assert x.grad is not None and not later and not again
 
@@ -65,8 +82,11 @@ def test_what_cannot_be_called_is_refused_and_so_are_other_rows():
     x, w, grad = problem((3, 2), 0, torch.float32)
     with pytest.raises(ValueError, match="delay=1 is not callable; give a function of a function, or None"):
         grouped_mm(x, w, offsets_of((3, 2)), delay=1)
-    with pytest.raises(ValueError, match="remake=1 is not callable; give a function that makes x again, or None"):
-        grouped_mm(x, w, offsets_of((3, 2)), remake=1)
-    out = grouped_mm(x, w.requires_grad_(), offsets_of((3, 2)), remake=lambda: x.double())
+    for wrong in (1, (1, ()), lambda: x):
+        with pytest.raises(
+            ValueError, match=r"remake=.* is no \(function, tensors\); give what makes x again, or None"
+        ):
+            grouped_mm(x, w, offsets_of((3, 2)), remake=wrong)
+    out = grouped_mm(x, w.requires_grad_(), offsets_of((3, 2)), remake=(torch.Tensor.double, (x,)))
     with pytest.raises(ValueError, match="remake made torch.float64 .* where x was torch.float32"):
         out.backward(grad)

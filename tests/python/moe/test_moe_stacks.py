@@ -72,7 +72,7 @@ def backward_of(x, parts, offsets, precision="params"):
     """(gradient of the rows, of each stack), called as autograd would: its engine needs a device."""
     stacks, machine = [w.transpose(1, 2) for w in parts], (PRECISIONS[precision]["triton"], "none")
     ctx = types.SimpleNamespace(
-        saved_tensors=(x, offsets.int(), *stacks),
+        saved_tensors=(offsets.int(), *stacks, x),
         facts=((2, 2), None, machine, True),
         needs_input_grad=(False, True, *[False] * 4, *[True] * len(stacks)),
         wishes=grouped._Wishes(),
