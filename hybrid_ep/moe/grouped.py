@@ -210,15 +210,12 @@ class _GroupedMM(torch.autograd.Function):
             dx, dw = _backward_in_turns(x, grad, turned, groups, machine, tail, wishes, asks_dx, wanted)
             return None, dx, None, None, None, None, *dw
         dx = _rows_times_stacks(grad, turned, groups, machine, tail) if asks_dx else None
-        delay = wishes.delay if wanted[0] else None
-        if delay is not None and not any(wanted[1:]):
-            _delayed(delay, x, grad, groups, machine)
-        elif any(wanted):
+        made: list[torch.Tensor] = []
+        if any(wanted[1:]) or (wanted[0] and wishes.delay is None):
             made = _weight_gradients(x(), grad, groups, machine)
             dw = [gradient if asked else None for gradient, asked in zip(made, wanted, strict=True)]
-            if delay is not None:  # several stacks at once: it is made already
-                delay(lambda: made[0])
-                dw[0] = None
+        if wanted[0] and wishes.delay is not None:
+            dw[0] = _first_gradient(wishes.delay, x, grad, groups, machine, made[0] if made else None)
         return None, dx, None, None, None, None, *dw
 
 
@@ -227,10 +224,21 @@ def _in_turns(machine: Machine) -> bool:
     return backend.in_turns and remedy != "pad_empty"  # which copies all rows, once for all stacks
 
 
-def _delayed(delay: Delay, x: _Rows, grad: torch.Tensor, groups: Groups, machine: Machine) -> None:
-    """Hand over how the first stack's gradient is made."""
+def _first_gradient(
+    delay: Delay | None, x: _Rows, grad: torch.Tensor, groups: Groups, machine: Machine, made: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Of the first stack's weights; None where `delay` is handed how it is made. made: it is there, for it came with
+    other stacks' gradients."""
     of = range(1) if len(groups.sizes) > 1 and _in_turns(machine) else None
-    delay(torch.no_grad()(lambda: _weight_gradients(x(), grad, groups, machine, of)[0]))
+
+    @torch.no_grad()
+    def make() -> torch.Tensor:
+        return _weight_gradients(x(), grad, groups, machine, of)[0] if made is None else made
+
+    if delay is None:
+        return make()
+    delay(make)
+    return None
 
 
 def _backward_in_turns(
@@ -260,16 +268,8 @@ def _backward_in_turns(
         arriving.gradients(made[-len(further) :])
     if asks_dx and not under_way:
         dx = _rows_times_stacks(grad, turned, groups, machine, tail, None, range(len(turned)) if in_turns else None)
-    if wanted[0] and made and not in_turns:
-        if delay is None:
-            dw[0] = made[0]
-        else:
-            delay(lambda: made[0])
-    elif wanted[0]:
-        if delay is None:
-            dw[0] = _weight_gradients(x(), grad, groups, machine, own if in_turns else None)[0]
-        else:
-            _delayed(delay, x, grad, groups, machine)
+    if wanted[0]:
+        dw[0] = _first_gradient(delay, x, grad, groups, machine, made[0] if made and not in_turns else None)
     if under_way:
         arriving.wait()
         if asks_dx:

@@ -5,15 +5,13 @@ import slow_programs
 import torch.distributed as dist
 from balance_programs import random_plan
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from slow_programs import EXPERTS, SEQ, run_config
+from slow_programs import SEQ, run_config
+from virtual_programs import stages
 
 import megatron_patches
-from recipes.model import moe_layers, set_weights_by_name, transformer_config
+from recipes.model import moe_layers, transformer_config
 
 MICRO_BATCHES, STEPS, LAYERS_A_CHUNK = 4, 2, 3
 
@@ -35,27 +33,8 @@ class Job:
             after |= {"virtual_pipeline_model_parallel_size": chunks, "microbatch_group_size_per_vp_stage": pp}
         for name, value in after.items():
             setattr(megatron, name, value)
-        spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=False)
         overlapped = {"overlap_grad_reduce": delay, "delay_wgrad_compute": delay}
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **overlapped)
-        self.models, self.nets = [], []
-        for chunk in range(chunks):
-            stage = {"ignore_virtual": False, "vp_stage": chunk if pp > 1 else None}
-            model = GPTModel(
-                megatron,
-                spec,
-                config.model.vocab_size,
-                SEQ,
-                position_embedding_type="rope",
-                pre_process=parallel_state.is_pipeline_first_stage(**stage),
-                post_process=parallel_state.is_pipeline_last_stage(**stage),
-                share_embeddings_and_output_weights=False,
-                vp_stage=stage["vp_stage"],
-            )
-            set_weights_by_name(model, config)
-            self.models.append(model)
-            self.nets.append(DistributedDataParallel(megatron, ddp, model))
-        megatron.finalize_model_grads_func = finalize_model_grads
+        self.models, self.nets = stages(config, megatron, chunks, **overlapped)
         dispatchers = [layer.token_dispatcher for model in self.models for layer in moe_layers(model)]
         self.managers = [dispatcher._comm_manager for dispatcher in dispatchers]
 

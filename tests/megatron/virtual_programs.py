@@ -18,6 +18,31 @@ from recipes.model import moe_layers, set_weights_by_name, transformer_config
 EP, PP, CHUNKS, LAYERS_A_CHUNK, MICRO_BATCHES = 2, 2, 2, 2, 4
 
 
+def stages(config, megatron, chunks, **ddp):
+    """(models, the same under Megatron's DDP) of one rank: its part of a pipeline, in so many virtual stages, or in one
+    that is none. config: the recipe's; megatron: Megatron's; ddp: of DistributedDataParallelConfig."""
+    wrapped = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp)
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=False)
+    models = []
+    for chunk in range(chunks):
+        stage = {"ignore_virtual": False, "vp_stage": chunk if chunks > 1 else None}
+        model = GPTModel(
+            megatron,
+            spec,
+            config.model.vocab_size,
+            SEQ,
+            position_embedding_type="rope",
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=False,
+            vp_stage=stage["vp_stage"],
+        )
+        set_weights_by_name(model, config)
+        models.append(model)
+    megatron.finalize_model_grads_func = finalize_model_grads
+    return models, [DistributedDataParallel(megatron, wrapped, model) for model in models]
+
+
 class Chunks:
     """The parts of one rank, under Megatron's DDP, and their gradients of a step."""
 
@@ -28,26 +53,7 @@ class Chunks:
         sizes = {"pipeline_model_parallel_size": PP, "virtual_pipeline_model_parallel_size": CHUNKS}
         for name, value in {**sizes, "microbatch_group_size_per_vp_stage": PP, **after}.items():
             setattr(megatron, name, value)
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
-        spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=False)
-        self.models, self.nets = [], []
-        for chunk in range(CHUNKS):
-            stage = {"ignore_virtual": False, "vp_stage": chunk}
-            model = GPTModel(
-                megatron,
-                spec,
-                config.model.vocab_size,
-                SEQ,
-                position_embedding_type="rope",
-                pre_process=parallel_state.is_pipeline_first_stage(**stage),
-                post_process=parallel_state.is_pipeline_last_stage(**stage),
-                share_embeddings_and_output_weights=False,
-                vp_stage=chunk,
-            )
-            set_weights_by_name(model, config)
-            self.models.append(model)
-            self.nets.append(DistributedDataParallel(megatron, ddp, model))
-        megatron.finalize_model_grads_func = finalize_model_grads
+        self.models, self.nets = stages(config, megatron, CHUNKS)
         megatron.no_sync_func = [net.no_sync for net in self.nets]
         self.layers = [layer for model in self.models for layer in moe_layers(model)]
 
