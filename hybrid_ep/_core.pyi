@@ -31,8 +31,11 @@ class BufferShape:
     def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
                  max_topk: int = 1, row_bytes: int = 16, scale_bytes: int = 0, recv_rows: int = 1,
                  partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int | None = None,
-                 arena_bytes: int = 0, latency_tokens: int = 0, clones: MicrobatchShape | None = None,
-                 spares: SpareShape | None = None) -> None: ...
+                 arena_bytes: int = 0, arena_apart: bool = False, latency_tokens: int = 0,
+                 clones: MicrobatchShape | None = None, spares: SpareShape | None = None) -> None: ...
+
+    @property
+    def arena_apart(self) -> bool: ...
 
     @property
     def arena_bytes(self) -> int: ...
@@ -72,13 +75,17 @@ class BufferShape:
     def recv_rows(self) -> int: ...
 
     def regions(self) -> list[tuple[str, int, int]]:
-        """(name, offset, bytes) of every region of a rank's segment, in order."""
+        """(name, offset, bytes) of every region of a rank's segment, in order; an arena apart comes behind its end."""
 
     @property
     def row_bytes(self) -> int: ...
 
     @property
     def scale_bytes(self) -> int: ...
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of a rank's segment: the total, less an arena that lies apart."""
 
     @property
     def total_bytes(self) -> int: ...
@@ -211,7 +218,7 @@ class Engine:
     """One rank's registered buffer and the operations on it; see runtime/engine.h."""
 
     def __init__(self, rank: int, shape: BufferShape, segments: Sequence[Segment], timeout_s: float,
-                 executor: str = 'host', seed: int = 0) -> None: ...
+                 executor: str = 'host', seed: int = 0, arenas: Sequence[Segment] = []) -> None: ...
 
     @property
     def arena_bytes_lent(self) -> int: ...
@@ -292,7 +299,8 @@ class Engine:
     def traffic(self) -> dict[str, int]: ...
 
     @staticmethod
-    def unlaunched(rank: int, shape: BufferShape, segments: Sequence[Segment], timeout_s: float) -> Engine:
+    def unlaunched(rank: int, shape: BufferShape, segments: Sequence[Segment], timeout_s: float,
+                   arenas: Sequence[Segment] = []) -> Engine:
         """For measuring the host's own work: launches nothing, moves nothing; see runtime/unlaunched.h."""
 
     def waited_ns(self) -> list[int]: ...

@@ -25,9 +25,9 @@ _PURPOSES = {
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Registered memory of one rank. regions: bytes by name, in the order they lie in the segment;
-    padding_bytes: between and after them; total_bytes: the segment, which peers map too; mapped_bytes:
-    address space that this rank maps, its own segment and every peer's."""
+    """Registered memory of one rank. regions: bytes by name, in the order they lie in the segment, and behind it an
+    arena that lies apart, as GPUs' do; padding_bytes: between and after them; total_bytes: of all; mapped_bytes:
+    address space that this rank maps: every rank's segment, and the arenas of its node where they lie apart."""
 
     regions: dict[str, int]
     padding_bytes: int
@@ -40,10 +40,10 @@ class MemoryReport:
 
 
 def report(shape: _core.BufferShape, num_ranks: int) -> MemoryReport:
-    """From the layout itself: shape.regions() and shape.total_bytes of the compiled core."""
+    """From the layout itself: regions() and the two sums of the compiled core's shape."""
     regions: dict[str, int] = {}
     for name, _, num_bytes in shape.regions():
         regions[name] = regions.get(name, 0) + num_bytes
-    return MemoryReport(
-        regions, shape.total_bytes - sum(regions.values()), shape.total_bytes, shape.total_bytes * num_ranks
-    )
+    apart = shape.total_bytes - shape.segment_bytes
+    mapped = shape.segment_bytes * num_ranks + apart * shape.num_local_ranks
+    return MemoryReport(regions, shape.total_bytes - sum(regions.values()), shape.total_bytes, mapped)

@@ -29,7 +29,7 @@ MIB = 1 << 20
 RINGS = ("rail_send_ring", "rail_receive_ring")
 
 
-def report(nodes: int, ranks: int, recv_rows: int, arena: bool) -> memory.MemoryReport:
+def report(nodes: int, ranks: int, recv_rows: int) -> memory.MemoryReport:
     shape = {"max_tokens": TOKENS, "max_topk": TOPK, "row_bytes": ROW_BYTES, "scale_bytes": 0}
     layout = _core.BufferShape(
         num_nodes=nodes,
@@ -37,7 +37,7 @@ def report(nodes: int, ranks: int, recv_rows: int, arena: bool) -> memory.Memory
         num_experts=EXPERTS,
         recv_rows=recv_rows,
         partial_row_bytes=ROW_BYTES,
-        arena_bytes=default_arena_bytes(shape) if arena else 0,
+        arena_bytes=default_arena_bytes(shape),
         max_tokens=TOKENS,
         max_topk=TOPK,
         row_bytes=ROW_BYTES,
@@ -46,15 +46,15 @@ def report(nodes: int, ranks: int, recv_rows: int, arena: bool) -> memory.Memory
 
 
 def memory_rows() -> list[dict[str, Any]]:
-    """One NVLink domain, which has an arena, and nodes of 8 over NVSHMEM, which have none; with receive rows for every
-    token, which a buffer had once, and as it has now."""
+    """One NVLink domain, and nodes of 8 over NVSHMEM; with receive rows for every token, which a buffer had once, and
+    as it has now."""
     found = []
     for nodes in (1, RANKS // 8):
         for what, rows in (
             ("every token", recv_capacity(None, TOKENS, RANKS)),
             ("twice the mean", first_recv_rows(None, TOKENS, TOPK, RANKS)),
         ):
-            got = report(nodes, RANKS, rows, arena=nodes == 1)
+            got = report(nodes, RANKS, rows)
             found.append({"kind": "memory", "nodes": nodes, "rows_for": what, "recv_rows": rows,
                           "total": got.total_bytes, "regions": got.regions})  # fmt: skip
     return found
@@ -88,8 +88,8 @@ def shares(ranks: int, limited: bool, seed: int = SEED) -> dict[str, Any]:
         "several_mean": float(np.mean(several)),
         "several_most": int(np.max(several)),
         "share": int(np.sum(several)) / int(np.sum(received)),
-        "region_now": report(1, ranks, first_recv_rows(None, TOKENS, TOPK, ranks), arena=True).regions["receive_rows"],
-        "arena": report(1, ranks, 1, arena=True).regions["arena"],
+        "region_now": report(1, ranks, first_recv_rows(None, TOKENS, TOPK, ranks)).regions["receive_rows"],
+        "arena": report(1, ranks, 1).regions["arena"],
     }
 
 
@@ -101,15 +101,12 @@ def memory_table(found: list[dict[str, Any]]) -> str:
     """As docs/design.md has it."""
     lines = ["| | receive rows for every token | for twice the mean, the default |", "|---|--:|--:|"]
     for nodes, head, beside in (
-        (1, f"{RANKS} ranks of one NVLink domain: receive rows, arena, total", ("arena",)),
-        (
-            8,
-            f"{RANKS // 8} nodes of 8 over NVSHMEM: receive rows, rings, total",
-            ("rail_send_ring", "rail_receive_ring"),
-        ),
+        (1, f"{RANKS} ranks of one NVLink domain: receive rows, arena, total", (("arena",),)),
+        (8, f"{RANKS // 8} nodes of 8 over NVSHMEM: receive rows, arena, rings, total", (("arena",), RINGS)),
     ):
         cells = [
-            f"{mib(r['regions']['receive_rows'])}, {mib(sum(r['regions'][name] for name in beside))}, {mib(r['total'])}"
+            ", ".join(mib(sum(r["regions"][name] for name in names)) for names in (("receive_rows",), *beside))
+            + f", {mib(r['total'])}"
             for r in found
             if r["kind"] == "memory" and r["nodes"] == nodes
         ]

@@ -51,9 +51,10 @@ void pull(Segment& to, const Segments& sources, const std::vector<std::tuple<siz
 // executor: a name from the table, or a maker.
 template <class Which>
 std::unique_ptr<Engine> make_engine(int rank, const BufferShape& shape, Segments segments, double timeout_s,
-                                    const Which& executor, uint64_t seed) {
+                                    const Which& executor, uint64_t seed, Segments arenas) {
   py::gil_scoped_release release;
-  auto engine = std::make_unique<Engine>(rank, shape, std::move(segments), timeout_s, executor, seed);
+  auto engine =
+      std::make_unique<Engine>(rank, shape, std::move(segments), timeout_s, executor, seed, std::move(arenas));
   engine->set_interrupt_check([] {  // Ctrl-C while a kernel waits for other ranks
     py::gil_scoped_acquire acquire;
     return PyErr_CheckSignals() != 0;
@@ -108,12 +109,13 @@ void bind_errors() {
 BufferShape make_shape(uint32_t num_nodes, uint32_t num_local_ranks, uint32_t num_experts, uint64_t max_tokens,
                        uint32_t max_topk, uint32_t row_bytes, uint32_t scale_bytes, uint64_t recv_rows,
                        uint32_t partial_row_bytes, uint32_t chunk_tokens, std::optional<uint32_t> slots,
-                       uint64_t arena_bytes, uint64_t latency_tokens,
+                       uint64_t arena_bytes, bool arena_apart, uint64_t latency_tokens,
                        const std::optional<balance::MicrobatchShape>& clones, const std::optional<SpareShape>& spares) {
   const uint32_t rail_slots = slots ? *slots : BufferShape::rail_slots_of(num_nodes);
-  BufferShape s{num_nodes,  num_local_ranks, num_experts,       max_tokens,         max_topk,
-                row_bytes,  scale_bytes,     partial_row_bytes, recv_rows,          chunk_tokens,
-                rail_slots, arena_bytes,     latency_tokens,    {.spare_slots = 0}, {}};
+  BufferShape s{num_nodes,   num_local_ranks, num_experts,        max_tokens,
+                max_topk,    row_bytes,       scale_bytes,        partial_row_bytes,
+                recv_rows,   chunk_tokens,    rail_slots,         arena_bytes,
+                arena_apart, latency_tokens,  {.spare_slots = 0}, {}};
   if (clones) s.clones = *clones;
   if (spares) s.spares = *spares;
   s.validate();
@@ -127,7 +129,8 @@ void bind_memory(py::module_& m) {
            py::arg("num_experts"), py::arg("max_tokens") = 1, py::arg("max_topk") = 1, py::arg("row_bytes") = 16,
            py::arg("scale_bytes") = 0, py::arg("recv_rows") = 1, py::arg("partial_row_bytes") = 16,
            py::arg("chunk_tokens") = S{}.chunk_tokens, py::arg("rail_slots") = py::none(), py::arg("arena_bytes") = 0,
-           py::arg("latency_tokens") = 0, py::arg("clones") = py::none(), py::arg("spares") = py::none())
+           py::arg("arena_apart") = false, py::arg("latency_tokens") = 0, py::arg("clones") = py::none(),
+           py::arg("spares") = py::none())
       .def_readonly("num_nodes", &S::num_nodes)
       .def_readonly("num_local_ranks", &S::num_local_ranks)
       .def_readonly("num_experts", &S::num_experts)
@@ -143,7 +146,11 @@ void bind_memory(py::module_& m) {
       .def_readonly("latency_tokens", &S::latency_tokens)
       .def_static("rail_slots_of", &S::rail_slots_of, py::arg("num_nodes"),
                   "Chunks in flight per rail peer where nobody says how many.")
+      .def_readonly("arena_apart", &S::arena_apart)
       .def_property_readonly("total_bytes", [](const S& s) { return BufferLayout(s).total; })
+      .def_property_readonly(
+          "segment_bytes", [](const S& s) { return BufferLayout(s).segment_bytes; },
+          "Of a rank's segment: the total, less an arena that lies apart.")
       .def(
           "regions",
           [](const S& s) {
@@ -151,7 +158,7 @@ void bind_memory(py::module_& m) {
             for (const Region& r : BufferLayout(s).regions) rows.emplace_back(r.name, r.offset, r.bytes);
             return rows;
           },
-          "(name, offset, bytes) of every region of a rank's segment, in order.")
+          "(name, offset, bytes) of every region of a rank's segment, in order; an arena apart comes behind its end.")
       .def_property_readonly_static(
           "default_chunk_tokens", [](const py::object&) { return S{}.chunk_tokens; }, "Tokens of a rail message.")
       .def_property_readonly_static(
@@ -196,13 +203,13 @@ void bind_engine(py::module_& m) {
   bind_clones(engine);
   engine
       .def(py::init(&make_engine<std::string>), py::arg("rank"), py::arg("shape"), py::arg("segments"),
-           py::arg("timeout_s"), py::arg("executor") = "host", py::arg("seed") = 0)
+           py::arg("timeout_s"), py::arg("executor") = "host", py::arg("seed") = 0, py::arg("arenas") = Segments{})
       .def_static(
           "unlaunched",
-          [](int rank, const BufferShape& shape, Segments segments, double timeout_s) {
-            return make_engine(rank, shape, std::move(segments), timeout_s, make_unlaunched(), 0);
+          [](int rank, const BufferShape& shape, Segments segments, double timeout_s, Segments arenas) {
+            return make_engine(rank, shape, std::move(segments), timeout_s, make_unlaunched(), 0, std::move(arenas));
           },
-          py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
+          py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"), py::arg("arenas") = Segments{},
           "For measuring the host's own work: launches nothing, moves nothing; see runtime/unlaunched.h.")
       .def("place", &place, py::arg("request"), "A plan that lies in the request's memory.")
       .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),

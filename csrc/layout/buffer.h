@@ -27,6 +27,7 @@ struct BufferShape {
   uint32_t chunk_tokens = 16;       // tokens moved per rail flow-control step
   uint32_t rail_slots = 16;         // chunks in flight per rail peer and direction; rail_slots_of() says how many pay
   uint64_t arena_bytes = 0;         // for results, where rows land without a copy; 0 = none
+  bool arena_apart = false;         // in memory of its own, which ranks of the node alone map
   uint64_t latency_tokens = 0;      // of a rank, that the slabs of the latency path hold; 0 = no slabs
   // Clones that its ranks plan together; its experts are logical ones. Without spare slots: none.
   CloneShape clones{.spare_slots = 0};
@@ -100,7 +101,8 @@ struct BufferLayout {
   uint64_t spare_weights, spare_gradients, gradient_bytes;
   SpareChannels channels;
   uint64_t channel_flags, channel_rings;
-  uint64_t groups, recv_bytes, arena_bytes, total;
+  uint64_t groups, recv_bytes, arena_bytes;
+  uint64_t segment_bytes, total;  // of a rank's segment, and with an arena apart
   std::vector<Region> regions;
 
   explicit BufferLayout(const BufferShape& s) {
@@ -157,8 +159,9 @@ struct BufferLayout {
     rail_recv = add("rail_receive_ring", ring * slot_bytes);
     recv = add("receive_rows", recv_bytes);
     arena_bytes = align_up(s.arena_bytes, 4096);
-    arena = add("arena", arena_bytes);
+    arena = add("arena", arena_bytes);  // the last, so that offsets go on from the segment's end where it is apart
     total = align_up(total, 4096);
+    segment_bytes = s.arena_apart ? align_up(arena, 4096) : total;
   }
 
   uint64_t ready_flag(int local) const { return ready + local * kFlagStride; }

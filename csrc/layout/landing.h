@@ -16,7 +16,8 @@ enum class LandIn : uint32_t {
   kFirstPair,   // one row a token, the permuted row of its first pair here that has one; its rank copies the others
 };
 
-// Offsets from the start of the receive region, which peers know as mapped by them. The arena lies behind it.
+// Offsets from the start of the receive region, which peers know as mapped by them. The arena lies behind it, or is
+// memory of its own, said as if it did.
 struct alignas(16) Landing {
   uint64_t x = 0, scales = 0;  // of row 0; rows follow each other without a gap
   LandIn in = LandIn::kReceiveRow;

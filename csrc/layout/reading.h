@@ -18,7 +18,7 @@ enum class SumFrom : uint32_t {
 };
 
 struct alignas(16) Reading {
-  uint64_t x = 0;  // of row 0 of the outputs, from the start of the receive region
+  uint64_t x = 0;  // of row 0 of the outputs, from the start of the receive region, as in a Landing
   SumFrom from = SumFrom::kPartials;
   uint32_t rows = 0;  // of the outputs
   uint32_t row_bytes = 0, partial_bytes = 0;

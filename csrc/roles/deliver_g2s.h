@@ -21,7 +21,7 @@ struct DeliverG2SRole {
   StageProducer<A, TokenHead> to, looks;
   StageConsumer<A, TokenHead> found;
   GroupWalk<A> walk;
-  const unsigned char* const recv;  // metadata entries of receive rows, the first of them, and behind them what landed
+  const unsigned char *const recv, *const x, *const scales;  // metadata of receive rows; where their payloads landed
   const uint32_t rows, tiles;
 
   HEP_DEVICE DeliverG2SRole(A& arch, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
@@ -35,6 +35,8 @@ struct DeliverG2SRole {
              uint32_t(params.world.num_ranks()), params.blocks.worker(uint32_t(arch.block_idx())),
              params.blocks.workers()},
         recv(params.peers.recv[params.world.local_rank()]),
+        x(params.peers.at(params.world.local_rank(), params.landing.x)),
+        scales(params.peers.at(params.world.local_rank(), params.landing.scales)),
         rows(params.plan.numbers->recv_rows),
         tiles(num_tiles(params.message, params.tile_bytes)) {}
 
@@ -100,8 +102,8 @@ struct DeliverG2SRole {
         continue;
       }
       const TokenSource src{own, p.message.weight_bytes ? own + p.message.weights_at() : nullptr,
-                            p.message.scale_bytes ? recv + p.landing.scales + landed * p.message.scale_bytes : nullptr,
-                            recv + p.landing.x + landed * p.message.row_bytes};
+                            p.message.scale_bytes ? scales + landed * p.message.scale_bytes : nullptr,
+                            x + landed * p.message.row_bytes};
       for (; head.tile < tiles; ++head.tile) {
         load_tile(a, to, p.message, p.tile_bytes, src, head);
         a.did(LoopStep::kDeliverLoad);

@@ -39,7 +39,7 @@ struct LandingTable {
       const Landing said = p.gate.landing(a, uint32_t(l), epoch, p.message);
       unsigned char* const recv = p.peers.recv[l];
       const auto words = std::bit_cast<Words>(
-          LandingOfRank{recv, recv + said.x, recv + said.scales, said.rows, said.followed, said.in});
+          LandingOfRank{recv, p.peers.at(l, said.x), p.peers.at(l, said.scales), said.rows, said.followed, said.in});
       for (uint32_t i = 0; i < kWords; ++i) a.st_shared(table + uint32_t(l) * kWords + i, words.v[i]);
     }
     return a.warp_whole();

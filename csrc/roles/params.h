@@ -17,10 +17,17 @@
 namespace hep {
 
 // Where one rank of this node has its receive region, as mapped here. In a dispatch it begins with a metadata entry a
-// receive row; where rows land is in the Landing.
+// receive row; where rows land is in the Landing. The arena is said as if it lay behind the region, and need not.
 struct NodePeers {
-  unsigned char* const* recv;  // [L]
-  uint64_t landed_below;       // bytes from a rank's counters of landed rows to that region
+  unsigned char* const* recv;   // [L]
+  unsigned char* const* arena;  // [L]
+  uint64_t arena_begin;         // the offset from a receive region at which its rank's arena begins
+  uint64_t landed_below;        // bytes from a rank's counters of landed rows to that region
+
+  // What a rank calls so many bytes from its receive region, in a Landing or a Reading.
+  HEP_HOST_DEVICE unsigned char* at(int local_rank, uint64_t offset) const {
+    return offset < arena_begin ? recv[local_rank] + offset : arena[local_rank] + (offset - arena_begin);
+  }
 };
 
 // What a block does. The first of the grid feed links; those behind them do the local work, which needs many, or,

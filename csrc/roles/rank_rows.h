@@ -44,8 +44,8 @@ struct RankRows {
       const bool here = said.is_of(epoch), meant = here && said.means_rows_of(p.reading);
       // Of rows that will never be there, none lies where it could be read, nor is a partial promised.
       const SumFrom from = meant ? said.from : here ? SumFrom::kReceiveRow : SumFrom::kPartials;
-      const auto* const recv = p.peers.recv[l];
-      const auto words = std::bit_cast<Words>(RowsOfRank{recv + said.x, recv, from, meant ? said.rows : 0, {}});
+      const auto words =
+          std::bit_cast<Words>(RowsOfRank{p.peers.at(l, said.x), p.peers.recv[l], from, meant ? said.rows : 0, {}});
       for (uint32_t i = 0; i < kWords; ++i) a.st_shared(ranks + uint32_t(l) * kWords + i, words.v[i]);
       for (const auto part : {PartialFlags::kPayload, PartialFlags::kWeights})
         a.st_shared(groups(part) + l, here && !meant ? kNever : 0u);

@@ -11,26 +11,32 @@
 
 namespace hep {
 
-Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
-               const std::string& executor, uint64_t seed)
+Engine::Engine(int rank, const BufferShape& shape, Segments segments, double timeout_s, const std::string& executor,
+               uint64_t seed, Segments arenas)
     : Engine(
           rank, shape, std::move(segments), timeout_s,
           [&](unsigned char* const* rail_segments, uint64_t s) { return Executor::make(executor, rail_segments, s); },
-          seed) {}
+          seed, std::move(arenas)) {}
 
-Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
-               const ExecutorMaker& executor, uint64_t seed)
+Engine::Engine(int rank, const BufferShape& shape, Segments segments, double timeout_s, const ExecutorMaker& executor,
+               uint64_t seed, Segments arenas)
     : world_{int32_t(shape.num_nodes), int32_t(shape.num_local_ranks), rank},
       shape_(shape),
       layout_(shape),
-      segments_(std::move(segments)) {
+      segments_(std::move(segments)),
+      arenas_(std::move(arenas)) {
   if (rank < 0 || rank >= world_.num_ranks()) throw std::invalid_argument("rank: outside the group");
   if (segments_.size() != size_t(world_.num_ranks()))
     throw std::invalid_argument("segments: need one per rank of the group");
   for (const auto& s : segments_)
-    if (!s || s->bytes() < layout_.total)
+    if (!s || s->bytes() < layout_.segment_bytes)
       throw std::invalid_argument("segments: one is smaller than the buffer's layout");
-  arena_ = std::make_shared<Arena>(segments_[size_t(rank)], layout_.arena, layout_.arena_bytes);
+  if (arenas_.size() != (shape.arena_apart ? shape.num_local_ranks : 0))
+    throw std::invalid_argument("arenas: need one per rank of the node where the shape's lies apart, else none");
+  for (const auto& s : arenas_)
+    if (!s || s->bytes() < layout_.arena_bytes) throw std::invalid_argument("arenas: one is smaller than the shape's");
+  arena_ = shape.arena_apart ? std::make_shared<Arena>(arenas_[size_t(world_.local_rank())], 0, layout_.arena_bytes)
+                             : std::make_shared<Arena>(segments_[size_t(rank)], layout_.arena, layout_.arena_bytes);
   if (!(timeout_s > 0)) throw std::invalid_argument("timeout_s: must be positive");
   settings_.world = world_;
   settings_.timeout_s = timeout_s;
@@ -129,6 +135,7 @@ void Engine::make_tables() {
   for (int l = 0; l < world_.num_local_ranks; ++l) {
     const int r = world_.rank_of(me, l);
     tables_.recv.push_back(segments_[r]->data() + layout_.recv);
+    tables_.arena.push_back(arena_of(l));
     tables_.peer_ready.push_back(flag(r, layout_.ready_flag(world_.local_rank())));
     tables_.peer_done.push_back(flag(r, layout_.done_flag(world_.local_rank())));
     tables_.peer_counts.push_back(segments_[r]->data() + layout_.counts_at);
@@ -163,7 +170,7 @@ void Engine::bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call
             view_.peer_ready, view_.peer_done};
   p.taken = taken_;
   p.taken.blocks = blocks;
-  p.peers = {view_.recv, layout_.recv - layout_.landed};
+  p.peers = {view_.recv, view_.arena, layout_.arena - layout_.recv, layout_.recv - layout_.landed};
   p.progress = progress_;
   p.exit_counter = exit_counter_;
   p.traffic = traffic_;
@@ -223,24 +230,31 @@ void Engine::require_world(const Plan& plan) const {
     throw std::invalid_argument("handle: was made by another rank or group");
 }
 
-bool Engine::is_in_arena(const unsigned char* x, uint64_t bytes) const {
+unsigned char* Engine::arena_of(int local_rank) const {
+  if (shape_.arena_apart) return arenas_[size_t(local_rank)]->data();
+  return segments_[size_t(world_.rank_of(world_.node(), local_rank))]->data() + layout_.arena;
+}
+
+// As peers are told it: from the start of the receive region.
+std::optional<uint64_t> Engine::in_arena(const unsigned char* x, uint64_t bytes) const {
   // Below the arena it is a very large number.
-  const uint64_t at = reinterpret_cast<uint64_t>(x) - reinterpret_cast<uint64_t>(own()) - layout_.arena;
-  return at <= layout_.arena_bytes && bytes <= layout_.arena_bytes - at;
+  const uint64_t at = reinterpret_cast<uint64_t>(x) - reinterpret_cast<uint64_t>(arena_of(world_.local_rank()));
+  if (at > layout_.arena_bytes || bytes > layout_.arena_bytes - at) return {};
+  return layout_.arena - layout_.recv + at;
 }
 
 // Rows land in the caller's tensors where peers can reach them, else in the receive region, behind the metadata, and
 // deliver copies them. Whether it has to.
 bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const {
-  const uint64_t rows = c.permute ? c.out_rows : plan.num_recv_rows(),
-                 recv = reinterpret_cast<uint64_t>(own()) + layout_.recv;
-  const auto offset = [&](const unsigned char* x) { return reinterpret_cast<uint64_t>(x) - recv; };
+  const uint64_t rows = c.permute ? c.out_rows : plan.num_recv_rows();
+  const auto x = in_arena(c.out_x, rows * c.row_bytes),
+             scales = c.scale_bytes ? in_arena(c.out_scales, rows * c.scale_bytes) : 0;
   p.landing.row_bytes = c.row_bytes;
   p.landing.scale_bytes = c.scale_bytes;
   p.landing.metadata_bytes = p.message.metadata_bytes();
-  if (is_in_arena(c.out_x, rows * c.row_bytes) && (!c.scale_bytes || is_in_arena(c.out_scales, rows * c.scale_bytes))) {
-    p.landing.x = offset(c.out_x);
-    p.landing.scales = c.scale_bytes ? offset(c.out_scales) : 0;
+  if (x && scales) {
+    p.landing.x = *x;
+    p.landing.scales = *scales;
     p.landing.rows = uint32_t(rows);
     p.landing.in = !c.permute
                        ? LandIn::kReceiveRow
@@ -263,8 +277,9 @@ Reading Engine::reading(const CombineParams& p, const CombineCall& c, const Plan
   r.types = Reading::types_of(c.dtype, p.partial_dtype);
   r.rows = c.permuted ? plan.num_permuted_rows() : plan.num_recv_rows();
   const bool as_they_are = !c.multiply && p.partial_dtype == c.dtype && reinterpret_cast<uint64_t>(c.x) % 16 == 0;
-  if (!as_they_are || c.sum_from == SumFrom::kPartials || !is_in_arena(c.x, uint64_t(r.rows) * row_bytes)) return r;
-  r.x = reinterpret_cast<uint64_t>(c.x) - reinterpret_cast<uint64_t>(own()) - layout_.recv;
+  const auto x = in_arena(c.x, uint64_t(r.rows) * row_bytes);
+  if (!as_they_are || c.sum_from == SumFrom::kPartials || !x) return r;
+  r.x = *x;
   r.from = !c.permuted ? SumFrom::kReceiveRow
                        : c.sum_from.value_or(executor_->adds_parts() ? SumFrom::kEveryPair : SumFrom::kSinglePair);
   return r;

@@ -110,11 +110,13 @@ using ExecutorMaker = Executor::Maker;
 
 class Engine {
  public:
-  // executor: a name from Executor::names(), or a maker for one that is not in the table.
-  Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
-         const std::string& executor, uint64_t seed);
-  Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
-         const ExecutorMaker& executor, uint64_t seed);
+  using Segments = std::vector<std::shared_ptr<Segment>>;
+  // executor: a name from Executor::names(), or a maker for one that is not in the table. arenas: of the ranks of the
+  // node, where the shape's arena lies apart.
+  Engine(int rank, const BufferShape& shape, Segments segments, double timeout_s, const std::string& executor,
+         uint64_t seed, Segments arenas = {});
+  Engine(int rank, const BufferShape& shape, Segments segments, double timeout_s, const ExecutorMaker& executor,
+         uint64_t seed, Segments arenas = {});
   ~Engine();
 
   const BufferLayout& layout() const { return layout_; }
@@ -202,7 +204,8 @@ class Engine {
   template <class Params>
   void bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call) const;
   void describe_sum(SumParams& p, const CombineCall& c, const Plan& plan) const;
-  bool is_in_arena(const unsigned char* x, uint64_t bytes) const;
+  unsigned char* arena_of(int local_rank) const;
+  std::optional<uint64_t> in_arena(const unsigned char* x, uint64_t bytes) const;
   bool land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const;
   Reading reading(const CombineParams& p, const CombineCall& c, const Plan& plan) const;
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
@@ -220,7 +223,7 @@ class Engine {
   World world_;
   BufferShape shape_;
   BufferLayout layout_;
-  std::vector<std::shared_ptr<Segment>> segments_;
+  Segments segments_, arenas_;
   std::shared_ptr<Arena> arena_;
   LaunchSettings settings_;
   std::vector<unsigned char*> rail_segments_;

@@ -14,7 +14,7 @@ import time
 from _posixshmem import shm_unlink  # what multiprocessing.shared_memory is made of
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -186,49 +186,67 @@ def agree(answers: list[dict[str, Any]], what: str) -> None:
             raise ValueError(f"{what}: {name} must be the same on every rank, but is {said}")
 
 
+class Part(NamedTuple):
+    """Memory of every rank beside its segment. of: the ranks whose this one maps, itself among them."""
+
+    segments: Segments
+    num_bytes: int
+    of: range
+
+
 def open_segments(
     meet: Rendezvous,
     segments: Segments,
     generation: int,
     num_bytes: int,
-    make_engine: Callable[[list[_core.Segment]], _E],
+    make_engine: Callable[..., _E],
     less: str = "",
+    beside: Part | None = None,
 ) -> _E:
-    """Creates this rank's segment, attaches everybody's, makes the engine over them and removes the names. less: what
-    would make it smaller, for the error when it does not fit.
+    """Creates this rank's segment, attaches everybody's, makes the engine over them and removes the names. beside:
+    further memory, whose segments, by the ranks that it is `of`, are make_engine's second argument. less: what would
+    make it smaller, for the error when it does not fit.
 
     Collective. Either every rank returns its engine or every rank raises; no name is left behind in either
     case, nor when another rank dies on the way."""
     rank = meet.view.rank
     token = meet.exchange(f"{generation}/token", secrets.token_hex(8) if rank == 0 else None)[0]
-    names = [f"/hybrid_ep.{token}.{generation}.{r}" for r in range(meet.view.size)]
+    parts = [Part(segments, num_bytes, range(meet.view.size)), *([] if beside is None else [beside])]
+    total = sum(part.num_bytes for part in parts)
+
+    def name(part: int, of: int) -> str:
+        return f"/hybrid_ep.{token}.{generation}.{f'{part}.' if part else ''}{of}"
+
     error: Exception | None = None
-    own: _core.Segment | None = None
-    attached: list[_core.Segment] = []
+    own: list[_core.Segment] = []
+    attached: list[list[_core.Segment]] = []
     engine: _E | None = None
     try:
         try:
-            own = segments.create(names[rank], num_bytes)
+            for n, part in enumerate(parts):
+                own.append(part.segments.create(name(n, rank), part.num_bytes))
         except MemoryError as e:  # said to all ranks below, as others are
             error = MemoryError(f"{e}{less}")
         except Exception as e:
             error = e
-        all_well(meet, f"{generation}/created", error, num_bytes)
-        assert own is not None  # or the call before had raised
+        all_well(meet, f"{generation}/created", error, total)
         try:
-            attached = [own if r == rank else segments.attach(n, num_bytes) for r, n in enumerate(names)]
-            engine = make_engine(attached)
+            for n, part in enumerate(parts):
+                others = [own[n] if r == rank else part.segments.attach(name(n, r), part.num_bytes) for r in part.of]
+                attached.append(others)
+            engine = make_engine(*attached)
         except Exception as e:
             error = e
-        all_well(meet, f"{generation}/attached", error, num_bytes)
-        assert engine is not None
+        all_well(meet, f"{generation}/attached", error, total)
+        assert engine is not None  # or the call before had raised
         return engine
     except BaseException:
-        own, attached, engine = None, [], None  # who keeps the error keeps this frame: not the memory as well
+        own, attached, engine = [], [], None  # who keeps the error keeps this frame: not the memory as well
         raise
     finally:
-        for name in names:  # everybody's: a rank that died cannot remove its own
-            segments.unlink(name)
+        for n, part in enumerate(parts):
+            for r in part.of:  # everybody's: a rank that died cannot remove its own
+                part.segments.unlink(name(n, r))
 
 
 def all_well(meet: Rendezvous, topic: str, error: Exception | None, num_bytes: int) -> None:

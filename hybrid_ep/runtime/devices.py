@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -213,22 +213,30 @@ class Paths:
     mapped_rail: bool
 
 
-def choose_paths(reach: Reach, topology: Topology) -> Paths:
-    """The best kind that works on every rank and maps all its peers; if none reaches the other nodes, NVSHMEM is to.
-    RuntimeError, the same on all ranks, when ranks of one node cannot map one another."""
-
-    def reaches(kind: str, whom: Callable[[int, int], bool]) -> bool:
-        mapped = {"fabric": reach.fabric, "file": reach.file, "ipc": reach.near}[kind]
-        return all(
+def _best_kind(reach: Reach, topology: Topology, whom: Callable[[int, int], bool]) -> str | None:
+    """The best kind of memory that works on every rank and by which rank r maps every p of whom(r, p)."""
+    for kind, mapped in zip(KINDS, (reach.fabric, reach.file, reach.near), strict=True):
+        if all(
             kind in reach.kinds[r] and whom(r, p) <= (p in mapped[r])
             for r in range(topology.num_ranks)
             for p in range(topology.num_ranks)
-        )
+        ):
+            return kind
+    return None
 
+
+def kind_in_nodes(reach: Reach, topology: Topology) -> str | None:
+    """The best kind by which the ranks of every node map one another; None: there is none."""
     local = topology.num_local_ranks
-    for kind in KINDS:
-        if reaches(kind, lambda r, p: r // local == p // local or r % local == p % local):
-            return Paths(kind, True)
+    return _best_kind(reach, topology, lambda r, p: r // local == p // local)
+
+
+def choose_paths(reach: Reach, topology: Topology) -> Paths:
+    """The best kind that works on every rank and maps all its peers; if none reaches the other nodes, NVSHMEM is to.
+    RuntimeError, the same on all ranks, when ranks of one node cannot map one another."""
+    local = topology.num_local_ranks
+    if kind := _best_kind(reach, topology, lambda r, p: r // local == p // local or r % local == p % local):
+        return Paths(kind, True)
     if topology.num_nodes > 1:
         return Paths(None, False)
     raise RuntimeError(
@@ -244,16 +252,43 @@ def machine() -> str:
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-def segments(
-    meet: Rendezvous, topology: Topology, executor: str, device: torch.device, reach: Reach | None
-) -> tuple[Any, str]:
-    """What makes and maps this group's registered memory on the current GPU, and the executor that goes with it. reach:
-    None where NVSHMEM was asked for by name."""
+class Memory(NamedTuple):
+    """What makes and maps a group's registered memory, and the executor that goes with it. arenas: what makes an arena
+    beside the segment, which ranks of a node alone map; None where it lies in the segment, if the executor has one."""
+
+    segments: Any
+    executor: str
+    arenas: Any = None
+
+
+def memory(
+    meet: Rendezvous,
+    topology: Topology,
+    executor: str,
+    device: torch.device,
+    reach: Reach | None,
+    wants_arena: bool = True,
+) -> Memory:
+    """Of this group on the current GPU. Collective. reach: None where NVSHMEM was asked for by name.
+
+    Results outlive their buffer, and NVSHMEM's heap all ranks give back together: so it holds no arena."""
+    store = meet.view.store
     if reach is not None:
         paths = choose_paths(reach, topology)
         if paths.mapped_rail and paths.kind is not None:
-            return DeviceSegments(meet.view.store, paths.kind), executor
-    return nvshmem.NvshmemSegments(nvshmem.heap(), meet, topology, device.index), nvshmem.EXECUTOR
+            return Memory(DeviceSegments(store, paths.kind), executor, DeviceSegments(store, paths.kind))
+    heap = nvshmem.NvshmemSegments(nvshmem.heap(), meet, topology, device.index)
+    if not wants_arena:
+        return Memory(heap, nvshmem.EXECUTOR)
+    kind = kind_in_nodes(probe(meet, device) if reach is None else reach, topology)
+    if kind is None:
+        warnings.warn(
+            "NVSHMEM connects the nodes, and in some node ranks have no other memory in common, which an arena needs: "
+            "dispatched rows are copied once more. hybrid-ep doctor says what works; arena_mib=0 does without",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+    return Memory(heap, nvshmem.EXECUTOR, None if kind is None else DeviceSegments(store, kind))
 
 
 def _maps_fabric(handle: str) -> bool:

@@ -287,8 +287,6 @@ def parse(
         raise ValueError(f"capacity_factor={capacity_factor!r} must be a positive number, or None for the worst case")
     timeout_s = seconds(timeout_s)
     executor, device = machine(executor)
-    if arena_mib and executor == nvshmem.EXECUTOR:
-        raise ValueError(f"arena_mib={arena_mib}: NVSHMEM's heap, of {executor!r}, has no arena; give 0 or None")
     arena_mib = (
         env.get("HYBRID_EP_ARENA_MIB")
         if arena_mib is None

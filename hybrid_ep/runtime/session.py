@@ -9,7 +9,6 @@ import ctypes
 import functools
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError, DeadlineError, ReentrantCallError
 from hybrid_ep.hardware import block_split
 from hybrid_ep.runtime import clones, devices, nvshmem, placing, results, validation
-from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
+from hybrid_ep.runtime.bootstrap import Part, Rendezvous, agree, open_segments
 from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.device_arena import DeviceArena
 from hybrid_ep.runtime.known import Known, KnownCalls
@@ -111,10 +110,7 @@ class Session(Metered):
         self.results = results.ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
         self._device_arena: DeviceArena | None = None
-        self._segments, self._executor = self._choose_segments()
-        if options.arena_mib and self._executor == nvshmem.EXECUTOR:
-            said = f"arena_mib={options.arena_mib} has no effect: NVSHMEM connects the nodes, whose heap has no arena"
-            warnings.warn(said, RuntimeWarning, stacklevel=4)
+        self._segments, self._executor, self._arenas = self._choose_memory()
         self.shape: Any = None
         self._room: dict[str, int] = {}  # what the shape says
         # Of which the engine was asked, and what came of it.
@@ -238,8 +234,9 @@ class Session(Metered):
             self.why_closed = why
         self.engine = self._device_arena = None
         self.results = results.ResultPool(0)
-        if first and hasattr(self._segments, "close"):
-            self._segments.close(together)
+        for memory in (self._arenas, self._segments) if first else ():
+            if hasattr(memory, "close"):
+                memory.close(together)
 
     def __del__(self) -> None:
         try:  # also runs on a half-built object, and at interpreter shutdown when module globals are gone
@@ -271,15 +268,15 @@ class Session(Metered):
             )
         self._open(wanted)
 
-    def _choose_segments(self) -> tuple[Any, str]:
-        """What makes and maps this group's registered memory, and the executor for it. Collective on a GPU."""
-        own, executor = self.meet.view.segments, self.options.executor
-        if self.options.device.type != "cuda":
-            return own, executor
-        devices.enter(self.options.device)
+    def _choose_memory(self) -> devices.Memory:
+        """Collective on a GPU. There an arena lies apart: of a buffer that ends under its results they alone remain."""
+        own, o = self.meet.view.segments, self.options
+        if o.device.type != "cuda":
+            return devices.Memory(own, o.executor)
+        devices.enter(o.device)
         if hasattr(own, "on_device"):  # ranks inside one process
-            return own.on_device(), executor
-        return devices.segments(self.meet, self.topology, executor, self.options.device, self.options.reach)
+            return devices.Memory(own.on_device(), o.executor, own.on_device())
+        return devices.memory(self.meet, self.topology, o.executor, o.device, o.reach, o.arena_mib != 0)
 
     def _open(self, wanted: dict[str, int]) -> None:
         generation, self._generation = self._generation, self._generation + 1
@@ -287,22 +284,24 @@ class Session(Metered):
         shape = _core.BufferShape(
             num_nodes=self.topology.num_nodes,
             num_local_ranks=self.topology.num_local_ranks,
+            arena_apart=self._arenas is not None and wanted["arena_bytes"] > 0,
             **(self.options.fixed_shape(self.topology) | wanted),
         )
         if self.engine is not None:
             self.keep_counts()
             self.engine = self._device_arena = None
-        o = self.options
+        o, apart = self.options, shape.total_bytes - shape.segment_bytes
         try:
             self.engine = open_segments(
                 self.meet,
                 self._segments,
                 generation,
-                shape.total_bytes,
-                lambda segments: _core.Engine(
-                    self.topology.rank, shape, segments, o.timeout_s, self._executor, env.get("HYBRID_EP_SEED")
+                shape.segment_bytes,
+                lambda segments, *arenas: _core.Engine(
+                    self.topology.rank, shape, segments, o.timeout_s, self._executor, env.get("HYBRID_EP_SEED"), *arenas
                 ),
                 o.less_memory(shape.arena_bytes),
+                Part(self._arenas, apart, self.topology.ranks_of_node) if apart else None,
             )
         except BaseException as error:
             self._close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
@@ -320,7 +319,8 @@ class Session(Metered):
 
     def _arena_bytes(self, shape: dict[str, int]) -> int:
         """Of a buffer of this shape. None in NVSHMEM's heap: all ranks free that together, under results that live."""
-        return 0 if self._executor == nvshmem.EXECUTOR else self.options.arena_bytes(shape)
+        nowhere = self._executor == nvshmem.EXECUTOR and self._arenas is None
+        return 0 if nowhere else self.options.arena_bytes(shape)
 
     def _lent(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
         """[rows, row_bytes of that type] of the arena, if there is room. Not for a CUDA graph, whose replays would

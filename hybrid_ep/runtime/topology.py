@@ -39,6 +39,12 @@ class Topology:
     def local_rank(self) -> int:
         return self.rank % self.num_local_ranks
 
+    @property
+    def ranks_of_node(self) -> range:
+        """Of this rank's node, in the order of their local ranks."""
+        first = self.node * self.num_local_ranks
+        return range(first, first + self.num_local_ranks)
+
 
 def requested_ranks_per_node(argument: int | None) -> tuple[int | None, str]:
     """(ranks per node or None, where the number comes from): the argument, else the environment."""

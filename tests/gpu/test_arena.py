@@ -54,6 +54,7 @@ def test_rows_land_and_deliver_copies_what_it_must(shape, apart, arena_mib):
     ex = Example(*shape, 3, tuple((37 * r + 10) % 50 for r in range(num_ranks)), 4, 64, scale_columns=1, seed=9)
     want = expected(ex)
     world = GpuWorld(*shape, 3, num_blocks_permute=apart, arena_mib=arena_mib)
+    assert all(buffer._session.shape.arena_apart == (arena_mib != 0) for buffer in world.raw)
     world.run(lambda rank, buffer: check(buffer, rank, ex, want))
 
     def once(rank, buffer):

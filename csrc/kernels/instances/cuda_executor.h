@@ -34,16 +34,18 @@ class CudaExecutor final : public Executor {
   TableView adopt(const RankTables& t, const LaunchSettings& s) override {
     const auto add = [&](const auto& v) { return tables_.add(v.data(), v.size() * sizeof v[0]); };
     const uint64_t peers = add(t.peers), ready = add(t.peer_ready), done = add(t.peer_done),
-                   node_flags = add(t.peer_node_flags), recv = add(t.recv), counts = add(t.peer_counts);
+                   node_flags = add(t.peer_node_flags), recv = add(t.recv), arena = add(t.arena),
+                   counts = add(t.peer_counts);
     rail_table_ = tables_.add(rail_segments_, 8ull * s.world.num_nodes);
     tables_.upload(device_.stream());
     (void)device_.control(s);
     // The ranks meet once all have come so far. Nothing of this buffer may then be queued that a rank waits for, behind
     // another rank's kernel: virtual ranks have hardware queues for their streams, and none for this one.
     cuda::check(cudaStreamSynchronize(device_.stream()), "upload");
-    return {tables_.at<const RailPeer>(peers),      tables_.at<uint64_t* const>(ready),
-            tables_.at<uint64_t* const>(done),      tables_.at<uint64_t* const>(node_flags),
-            tables_.at<unsigned char* const>(recv), tables_.at<unsigned char* const>(counts)};
+    return {tables_.at<const RailPeer>(peers),       tables_.at<uint64_t* const>(ready),
+            tables_.at<uint64_t* const>(done),       tables_.at<uint64_t* const>(node_flags),
+            tables_.at<unsigned char* const>(recv),  tables_.at<unsigned char* const>(arena),
+            tables_.at<unsigned char* const>(counts)};
   }
   bool shares_memory() const override { return false; }
   std::shared_ptr<void> allocate(uint64_t bytes) override {

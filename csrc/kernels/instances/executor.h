@@ -27,18 +27,18 @@ struct LaunchSettings {
 struct RankTables {
   std::vector<RailPeer> peers;                                    // other nodes, ascending
   std::vector<uint64_t*> peer_ready, peer_done, peer_node_flags;  // [L]
-  std::vector<unsigned char*> recv, peer_counts;                  // [L]
+  std::vector<unsigned char*> recv, arena, peer_counts;           // [L]
 };
 // The same where kernels can read them.
 struct TableView {
   const RailPeer* peers;
   uint64_t *const *peer_ready, *const *peer_done, *const *peer_node_flags;
-  unsigned char *const *recv, *const *peer_counts;
+  unsigned char *const *recv, *const *arena, *const *peer_counts;
 };
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
 // table counts it here, so that a library of another build is refused.
-inline constexpr uint64_t kExecutorVersion = 13;
+inline constexpr uint64_t kExecutorVersion = 14;
 
 // All that parameters point at lies in the kernels' memory.
 class Executor {
@@ -46,8 +46,8 @@ class Executor {
   virtual ~Executor() = default;
   // Once, before the first launch; the tables outlive the executor.
   virtual TableView adopt(const RankTables& t, const LaunchSettings&) {
-    return {t.peers.data(),           t.peer_ready.data(), t.peer_done.data(),
-            t.peer_node_flags.data(), t.recv.data(),       t.peer_counts.data()};
+    return {t.peers.data(), t.peer_ready.data(), t.peer_done.data(),  t.peer_node_flags.data(),
+            t.recv.data(),  t.arena.data(),      t.peer_counts.data()};
   }
   virtual void exchange(const ExchangeParams& p, const LaunchSettings& s) = 0;
   virtual void dispatch(DispatchParams& p, const LaunchSettings& s) = 0;

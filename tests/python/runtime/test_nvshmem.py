@@ -17,8 +17,8 @@ import torch
 from hybrid_ep import _core
 from hybrid_ep.buffer import HybridEPBuffer
 from hybrid_ep.errors import BootstrapError
-from hybrid_ep.runtime import nvshmem
-from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
+from hybrid_ep.runtime import devices, nvshmem
+from hybrid_ep.runtime.bootstrap import GroupView, PosixSegments, Rendezvous
 from hybrid_ep.runtime.session import Session
 from hybrid_ep.testing import VirtualWorld
 
@@ -79,11 +79,11 @@ class _Case:
         if (library := self.heap._world) is not None and library.started:
             library.stop()
 
-    def buffer(self, **options):
+    def buffer(self, arenas=None, **options):
         def segments(session):
-            return nvshmem.NvshmemSegments(self.heap, session.meet, session.topology), "host"
+            return devices.Memory(nvshmem.NvshmemSegments(self.heap, session.meet, session.topology), "host", arenas)
 
-        with mock.patch.object(Session, "_choose_segments", segments):
+        with mock.patch.object(Session, "_choose_memory", segments):
             return HybridEPBuffer(
                 self.group,
                 32,
@@ -95,13 +95,13 @@ class _Case:
             )
 
 
-def _exercise(buffer, rank: int, num_tokens: int):
+def _exercise(buffer, rank: int, num_tokens: int, keep: bool = False):
     torch.manual_seed(rank)
     x = torch.randint(-8, 8, (num_tokens, 32)).bfloat16()
     idx = torch.stack([torch.randperm(4)[:2] for _ in range(num_tokens)])
     rows, _, _, handle = buffer.dispatch(x, topk_idx=idx, topk_weights=torch.ones(num_tokens, 2), num_of_experts=4)
     total, _ = buffer.combine(rows, handle=handle)
-    return rows.float(), total.float()
+    return rows if keep else rows.float(), total.float()
 
 
 def _grow_and_close(ctx, stand_in: Path):
@@ -141,6 +141,24 @@ def test_a_buffer_in_the_symmetric_heap_grows_and_gives_everything_back(world, s
         assert names.count("malloc") == names.count("free")
         # Each time that the ranks free, their kernels' verbs have landed before; nothing else asks for that.
         assert [names[i - 1] for i, name in enumerate(names) if name == "free"] == ["quiet"] * names.count("quiet")
+
+
+def _results_outlive_the_heap(ctx, stand_in: Path):
+    case = _Case(ctx, stand_in, 4)
+    buffer = case.buffer(PosixSegments(), tokens=40)
+    plain = HybridEPBuffer(case.group, 32, 40, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
+    rows, total = _exercise(buffer, ctx.rank, 40, keep=True)
+    want_rows, want_total = _exercise(plain, ctx.rank, 40)
+    traffic, kept = buffer.traffic(), buffer._session.engine.arena_bytes_lent
+    buffer.destroy()
+    assert case.heap.identity == ""  # NVSHMEM has ended, and its memory with it
+    assert torch.equal(rows.float(), want_rows) and torch.equal(total, want_total)
+    return traffic["copied_rows"], traffic["partial_rows"], kept >= rows.nbytes
+
+
+def test_rows_land_beside_the_symmetric_heap_and_outlive_it(world, stand_in):
+    """Nothing is copied, no partial row is formed: as on a host without NVSHMEM."""
+    assert _on(world, 4, _results_outlive_the_heap, stand_in) == [(0, 0, True)] * 4
 
 
 def _on(world, size: int, function, *arguments):
