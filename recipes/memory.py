@@ -73,8 +73,8 @@ def registered_bytes(run: ClusterRun) -> int:
     slots are `clone_bytes`.
 
     One buffer serves all layers. Its receive rows are those that it begins with: for twice the mean of the group, or
-    every token of the group if that is less; a rank that receives more makes all ranks' grow. Its arena is the default;
-    where nodes meet over NICs there is none. A quantised dispatch has scales beside its rows from its first call on.
+    every token of the group if that is less; a rank that receives more makes all ranks' grow. Its arena is the default.
+    A quantised dispatch has scales beside its rows from its first call on.
     """
     if run.dispatcher != "hybrid_ep":
         return 0
@@ -110,7 +110,7 @@ def registered_bytes(run: ClusterRun) -> int:
         num_experts=model.num_experts + run.expert * run.clones,
         recv_rows=first_recv_rows(None, tokens, call["max_topk"], run.expert),
         partial_row_bytes=row_bytes,
-        arena_bytes=whole_bytes(default_arena_bytes(call)) if nodes == 1 else 0,
+        arena_bytes=whole_bytes(default_arena_bytes(call)),
         clones=clones,
         max_tokens=tokens,
         max_topk=call["max_topk"],

@@ -1,6 +1,7 @@
 """For what share of an exchange its link is busy, by the event engine: a JSON file and its tables.
 
-    python scripts/link_shares.py [--json docs/results/2026-11-26-link-shares.json] [--quick] [--shares [--tokens N]]
+    python scripts/link_shares.py [--json docs/results/2026-11-26-link-shares.json] [--only hybrid-ep-blog-h100-32]
+                                  [--quick] [--shares [--tokens N]]
     python scripts/link_shares.py --from docs/results/2026-11-26-link-shares.json
 
 The three conditions of `hybrid-ep bench --preset hybrid-ep-blog`, every rank and every row of them. A share is the
@@ -8,8 +9,8 @@ time for which the busiest rank's port (of several nodes: NIC) is busy in an ope
 all ranks, with the time that nodes enter it apart, which is fitted (docs/performance_model.md); the same by the model,
 for this library's kernels and the published ones. Why the rest is missing is asked of the engine: for what the roles
 wait, and what the operations take when something is free (ABLATION_TOKENS tokens, or all). --from prints the tables of
-a file that is there. --shares: nothing is free; --tokens: fewer or more of them. --quick: eight ranks and few tokens,
-for a test. The whole takes twenty minutes. Predictions: no GPU has run them."""
+a file that is there. --only: one of the conditions. --shares: nothing is free; --tokens: fewer or more of them.
+--quick: eight ranks and few tokens, for a test. The whole takes twenty minutes. Predictions: no GPU has run them."""
 
 from __future__ import annotations
 
@@ -77,11 +78,6 @@ def run(c: Condition, reading: str, costs: dict[str, int] | None = None, **chang
     return got
 
 
-def readings(c: Condition) -> tuple[str, ...]:
-    """Over NICs nothing of GPUs lies where peers read it (docs/design.md)."""
-    return READINGS if c.nodes == 1 else READINGS[:1]
-
-
 def busy_us(got: World, link: str) -> dict[tuple[str, int], float]:
     """By port or NIC and rank, both directions: microseconds."""
     found: dict[tuple[str, int], float] = defaultdict(float)
@@ -95,9 +91,9 @@ def shares(c: Condition) -> Iterator[dict[str, Any]]:
     """Of both operations, with the waits of their roles."""
     alone = run(c, READINGS[0], combine=0)
     there = busy_us(alone, c.link)
-    yield share_row(c, "dispatch", "landed" if c.nodes == 1 else "aside", alone, max(there.values()))
-    yield from waits(c, "dispatch", "landed" if c.nodes == 1 else "aside", alone)
-    for reading in readings(c):
+    yield share_row(c, "dispatch", "landed", alone, max(there.values()))
+    yield from waits(c, "dispatch", "landed", alone)
+    for reading in READINGS:
         got = run(c, reading)
         back = max(us - there[key] for key, us in busy_us(got, c.link).items())
         yield share_row(c, "combine", reading, got, back)
@@ -144,14 +140,13 @@ def cases(c: Condition) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
 def ablations(c: Condition, tokens: int, free: bool) -> Iterator[dict[str, Any]]:
     """Kernels' microseconds with something free, beside those with nothing free; not free: these alone, few tokens."""
     few = replace(c, tokens=min(c.tokens, tokens))
-    for reading in readings(few):
+    for reading in READINGS:
         for name, costs, changes in cases(few):
             if free or name == "nothing":
                 yield ablation(few, reading, name, run(few, reading, costs, **changes))
     for name, costs, changes in cases(c) if free else ():
         if c != few and name in ("nothing", *AT_FULL_LENGTH):
-            reading = readings(c)[-1]
-            yield ablation(c, reading, name, run(c, reading, costs, **changes))
+            yield ablation(c, READINGS[1], name, run(c, READINGS[1], costs, **changes))
 
 
 def ablation(c: Condition, reading: str, name: str, got: World) -> dict[str, Any]:
@@ -245,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--from", type=Path, metavar="FILE", dest="source", help="rows that were written before")
     parser.add_argument("--shares", action="store_true", help="shares and waits alone: nothing is free")
+    parser.add_argument("--only", choices=CONDITIONS, help="one of the conditions")
     parser.add_argument("--tokens", type=int, metavar="N", help="of a rank, for the condition's own; with --shares")
     parser.add_argument("--quick", action="store_true", help="eight ranks, few tokens")
     args = parser.parse_args(argv)
@@ -254,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--tokens {args.tokens}: give a number above 0, and --shares with it")
     if args.json and not args.json.resolve().parent.is_dir():
         parser.error(f"--json {args.json}: no such folder; create it first")
-    chosen = [replace(c, tokens=args.tokens or c.tokens) for c in CONDITIONS.values()]
+    chosen = [replace(c, tokens=args.tokens or c.tokens) for n, c in CONDITIONS.items() if args.only in (None, n)]
     if args.quick:
         chosen = [replace(chosen[0], tokens=64, hidden=1024)]
     found = json.loads(args.source.read_text(encoding="utf-8")) if args.source else []

@@ -69,14 +69,13 @@ def measure(
     choices: np.ndarray | None = None,
     row_budget: int = ROW_BUDGET,
     permute_sms: int | None = None,
-    landed: bool | None = None,
+    landed: bool = True,
     in_place: bool = False,
 ) -> Events:
     """One dispatch and one combine of all ranks. choices: int [ranks, tokens, topk], default drawn uniformly.
     num_sms, permute_sms, landed: as in `model.predict`. in_place: experts' outputs lie where combine may read them, by
-    a token's only pair on a rank; of one node alone, for GPUs that meet over NICs have no arena. ValueError for what
-    the simulator refuses; MemoryError for a world too large for this machine; RuntimeError when its kernels failed,
-    which no routing may cause."""
+    a token's only pair on a rank. ValueError for what the simulator refuses; MemoryError for a world too large for this
+    machine; RuntimeError when its kernels failed, which no routing may cause."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
     blocks = _blocks(cluster, num_sms, permute_sms)
@@ -123,7 +122,7 @@ def timeline(
     dtype: str = "bf16",
     choices: np.ndarray | None = None,
     permute_sms: int | None = None,
-    landed: bool | None = None,
+    landed: bool = True,
     in_place: bool = False,
 ) -> Events:
     """The same with every use of every link, of as many tokens as a trace can show (`simulated_tokens`)."""
@@ -142,7 +141,7 @@ def spec_of(
     chunk: int = HYBRID_EP.chunk,
     dtype: str = "bf16",
     permute_sms: int | None = None,
-    landed: bool | None = None,
+    landed: bool = True,
     in_place: bool = False,
 ) -> dict[str, int]:
     """The world that `measure` runs whole: for `explorer.world.measure`, with other costs than `costs_of` or one
@@ -161,13 +160,7 @@ def _blocks(cluster: Cluster, num_sms: int, permute_sms: int | None) -> tuple[in
 
 
 def _spec(
-    shape: Shape,
-    cluster: Cluster,
-    blocks: tuple[int, int, int],
-    chunk: int,
-    dtype: str,
-    landed: bool | None,
-    in_place: bool,
+    shape: Shape, cluster: Cluster, blocks: tuple[int, int, int], chunk: int, dtype: str, landed: bool, in_place: bool
 ) -> dict[str, int]:
     """blocks: that feed links, and for local work of a dispatch and of a combine."""
     from hybrid_ep.explorer import world
@@ -176,11 +169,6 @@ def _spec(
     scales = 0 if dtype == "bf16" else -(-int(shape.row_bytes(dtype) - payload) // 16) * 16
     if dtype not in ("bf16", "fp8"):
         raise ValueError(f"dtype={dtype!r}: the event engine moves bf16 or fp8 rows; use engine=model")
-    if in_place and shape.nodes > 1:
-        raise ValueError(
-            f"in_place=True with {shape.nodes} nodes: GPUs that meet over NICs have no arena, so combine forms all its "
-            "partials; leave in_place out"
-        )
     return world.spec_of(
         looks=shape.nodes == 1 and cluster.gpu.generation == "blackwell",  # sm_90a's and NVSHMEM's kernels do not
         num_nodes=shape.nodes,
@@ -196,7 +184,7 @@ def _spec(
         num_blocks=blocks[0],
         permute_blocks=blocks[1],
         unpermute_blocks=blocks[2],
-        landing=_FIRST_PAIR if (shape.nodes == 1 if landed is None else landed) else _ASIDE,
+        landing=_FIRST_PAIR if landed else _ASIDE,
         reading=int(in_place),
         smem_bytes=int(cluster.gpu.smem_kib.value) * 1024,
     )
@@ -209,7 +197,7 @@ def _events(
     chunk: int,
     dtype: str,
     choices: np.ndarray | None,
-    landed: bool | None,
+    landed: bool,
     in_place: bool,
     trace: bool,
 ) -> Events:

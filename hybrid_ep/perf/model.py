@@ -83,7 +83,7 @@ def predict(
     traffic: Traffic | None = None,
     impl: Implementation = HYBRID_EP,
     permute_sms: int | None = None,
-    landed: bool | None = None,
+    landed: bool = True,
     cached: bool = False,
 ) -> Prediction:
     """One `op` ("dispatch" or "combine") by every rank at once.
@@ -92,8 +92,8 @@ def predict(
     busiest rank, default uniform.
     permute_sms: blocks beside those for local work, of the same grid; 0: those that feed links do it; None: as many
     as the library takes (`local_blocks`).
-    landed: rows of a dispatch land in the result, and local work has the copies for further experts left; None: where
-    the library's do, in one node (over NVSHMEM, which several have, they land aside).
+    landed: rows of a dispatch land in the result, and local work has the copies for further experts left; False: aside,
+    as in a call that finds no room in the arena, of which local work copies all.
     cached: a dispatch on a handle that there was, without an exchange. ValueError names argument, value and remedy."""
     if op not in OPS:
         raise ValueError(f"op={op!r}: use dispatch or combine")
@@ -112,7 +112,7 @@ def predict(
         )
     traffic = uniform(shape) if traffic is None else traffic
     cost = RowCosts.of(cluster, shape, impl, op, dtype)
-    moved = local_rows(shape, traffic, impl, op, shape.nodes == 1 if landed is None else landed)
+    moved = local_rows(shape, traffic, impl, op, landed)
     work, line = _run(op, shape, traffic, cost, impl, num_sms, chunk, cluster, local, moved)
     barriers = impl.barriers * cluster.gpu.barrier_us.value
     skew = cluster.gpu.skew_us.value if shape.nodes > 1 else 0.0

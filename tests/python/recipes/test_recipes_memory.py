@@ -15,8 +15,7 @@ BALANCED = {"precision": "bf16", "overlap": False, "balance": "exact", "moments"
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_registered_bytes_are_those_of_a_real_buffer(ranks_per_node, monkeypatch):
-    # A GPU's arena: of one node, and not less than torch's allocator takes at once.
-    monkeypatch.setenv("HYBRID_EP_ARENA_MIB", "10" if ranks_per_node == 4 else "0")
+    monkeypatch.setenv("HYBRID_EP_ARENA_MIB", "10")  # a GPU's is not less than torch's allocator takes at once
     run = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(expert=4, seq_length=64, ranks_per_node=ranks_per_node)
     run = dataclasses.replace(run, architecture=dataclasses.replace(run.architecture, hidden_size=64, num_experts=16))
 
@@ -26,7 +25,7 @@ def test_registered_bytes_are_those_of_a_real_buffer(ranks_per_node, monkeypatch
 
 @pytest.mark.parametrize("dtype", ["fp8", "mxfp8"])
 def test_registered_bytes_of_a_quantised_dispatch(dtype, monkeypatch):
-    monkeypatch.setenv("HYBRID_EP_ARENA_MIB", "0")
+    monkeypatch.setenv("HYBRID_EP_ARENA_MIB", "10")
     run = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(expert=4, seq_length=64, ranks_per_node=2)
     small = dataclasses.replace(run.architecture, hidden_size=256, num_experts=16)
     run = dataclasses.replace(run, architecture=small, dispatch_dtype=dtype)
