@@ -124,8 +124,7 @@ TABLE = {
             f"number of MiB from 0 to {MOST_MIB}",
             None,
             "Registered memory of a buffer for results of dispatch, where rows land without a copy; 0: none. Default: "
-            "two and a half results of a balanced call, at most 1 GiB. A GPU's has 10 MiB at least; over NVSHMEM there "
-            "is none.",
+            "two and a half results of a balanced call, at most 1 GiB. A GPU's has 10 MiB at least.",
         ),
         Variable(
             "HYBRID_EP_LANDING",

@@ -11,6 +11,7 @@ import contextlib
 import json
 import secrets
 import time
+import traceback
 from _posixshmem import shm_unlink  # what multiprocessing.shared_memory is made of
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -187,11 +188,13 @@ def agree(answers: list[dict[str, Any]], what: str) -> None:
 
 
 class Part(NamedTuple):
-    """Memory of every rank beside its segment. of: the ranks whose this one maps, itself among them."""
+    """Memory of every rank beside its segment. of: the ranks whose this one maps, itself among them. less: what does
+    without it, for the error when it cannot be mapped."""
 
     segments: Segments
     num_bytes: int
     of: range
+    less: str = ""
 
 
 def open_segments(
@@ -222,21 +225,24 @@ def open_segments(
     attached: list[list[_core.Segment]] = []
     engine: _E | None = None
     try:
-        try:
-            for n, part in enumerate(parts):
+        for n, part in enumerate(parts):  # also behind one that failed: who makes them then knows of this generation
+            try:
                 own.append(part.segments.create(name(n, rank), part.num_bytes))
-        except MemoryError as e:  # said to all ranks below, as others are
-            error = MemoryError(f"{e}{less}")
-        except Exception as e:
-            error = e
+            except MemoryError as e:  # said to all ranks below, as others are
+                error = error or MemoryError(f"{e}{less}")
+            except Exception as e:
+                error = error or e
         all_well(meet, f"{generation}/created", error, total)
         try:
             for n, part in enumerate(parts):
-                others = [own[n] if r == rank else part.segments.attach(name(n, r), part.num_bytes) for r in part.of]
-                attached.append(others)
+                attached.append([])
+                for r in part.of:  # without a name for a segment, which this frame would keep
+                    attached[n].append(own[n] if r == rank else part.segments.attach(name(n, r), part.num_bytes))
             engine = make_engine(*attached)
         except Exception as e:
-            error = e
+            traceback.clear_frames(e.__traceback__)  # make_engine's had them, too
+            halfway = len(attached) > 1 and len(attached[-1]) < len(parts[-1].of)
+            error = RuntimeError(f"{e}{parts[-1].less}") if halfway else e
         all_well(meet, f"{generation}/attached", error, total)
         assert engine is not None  # or the call before had raised
         return engine

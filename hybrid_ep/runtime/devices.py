@@ -33,6 +33,7 @@ from hybrid_ep.runtime.topology import Topology
 
 LIBRARY = Path(__file__).parents[1] / "libhybrid_ep_cuda.so"
 KINDS = ("fabric", "file", "ipc")
+ARENALESS = "; arena_mib=0 (or HYBRID_EP_ARENA_MIB=0) does without an arena, which is what this is for"
 _PROBE_BYTES = 1 << 21
 _CONNECT_S = 30.0
 _ORDER_FOR_ALL_DEVICES = 200  # cudaGPUDirectRDMAWritesOrderingAllDevices
@@ -123,7 +124,7 @@ def working_kinds() -> list[str]:
     """The kinds of shared memory that work on the current device, best first."""
     kinds = []
     for kind in KINDS:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, MemoryError):
             memory = _core.cuda.DeviceMemory.create(kind, _PROBE_BYTES)
             handle, fd = memory.share()
             if kind != "ipc":  # CUDA refuses to open a process's own IPC handle
@@ -178,7 +179,8 @@ def find_reach(
 
 
 def is_probed(executor: str) -> bool:
-    """Whether ranks of this executor find out whom their memory reaches; not where NVSHMEM was asked for by name."""
+    """Whether ranks of this executor find out whom their memory reaches before they know their nodes; not where NVSHMEM
+    was asked for by name, which does so later, for an arena."""
     return is_cuda(executor) and executor != nvshmem.EXECUTOR
 
 
@@ -197,7 +199,7 @@ def probe(meet: Rendezvous, device: torch.device) -> Reach:
             if "fabric" in held:
                 offer["fabric"] = held["fabric"].share()[0].hex()
             offer["kinds"] = kinds
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, MemoryError) as error:
             warnings.warn(f"rank {meet.view.rank} can share no memory of {device}: {error}", stacklevel=2)
         return find_reach(meet, offer, _maps_fabric, _maps_file)
     finally:  # all have tried to map it, or this rank gives up
@@ -228,6 +230,8 @@ def _best_kind(reach: Reach, topology: Topology, whom: Callable[[int, int], bool
 def kind_in_nodes(reach: Reach, topology: Topology) -> str | None:
     """The best kind by which the ranks of every node map one another; None: there is none."""
     local = topology.num_local_ranks
+    if local == 1:
+        return "none"  # who is alone shares with nobody
     return _best_kind(reach, topology, lambda r, p: r // local == p // local)
 
 
@@ -276,7 +280,10 @@ def memory(
     if reach is not None:
         paths = choose_paths(reach, topology)
         if paths.mapped_rail and paths.kind is not None:
-            return Memory(DeviceSegments(store, paths.kind), executor, DeviceSegments(store, paths.kind))
+            whole, own_node = range(topology.num_ranks), topology.ranks_of_node
+            return Memory(
+                DeviceSegments(store, paths.kind, whole), executor, DeviceSegments(store, paths.kind, own_node)
+            )
     heap = nvshmem.NvshmemSegments(nvshmem.heap(), meet, topology, device.index)
     if not wants_arena:
         return Memory(heap, nvshmem.EXECUTOR)
@@ -284,11 +291,13 @@ def memory(
     if kind is None:
         warnings.warn(
             "NVSHMEM connects the nodes, and in some node ranks have no other memory in common, which an arena needs: "
-            "dispatched rows are copied once more. hybrid-ep doctor says what works; arena_mib=0 does without",
+            "dispatched rows are copied once more. Containers of one machine share some where they share its network "
+            "namespace; arena_mib=0 does without",
             RuntimeWarning,
-            stacklevel=6,
+            stacklevel=5,
         )
-    return Memory(heap, nvshmem.EXECUTOR, None if kind is None else DeviceSegments(store, kind))
+        return Memory(heap, nvshmem.EXECUTOR)
+    return Memory(heap, nvshmem.EXECUTOR, DeviceSegments(store, kind, topology.ranks_of_node))
 
 
 def _maps_fabric(handle: str) -> bool:
@@ -316,23 +325,25 @@ class DeviceSegments:
 
     CUDA IPC's memory must not be freed while a peer maps it. So the last segment outlives its engine until this rank
     makes the next one: the ranks have met between the two (bootstrap.open_segments), each without its old engine. One
-    that is closed for good outlives it until all peers have said in the store that they closed theirs, which this
-    process looks for whenever it makes or closes segments. The other kinds' mappings keep the memory themselves."""
+    that is closed for good outlives it until all peers have said in the store that they let go, mapped or not, which
+    this process looks for whenever it makes or closes segments. Mappings of the other kinds keep the memory."""
 
     _orphans: ClassVar[list[tuple[dist.Store, str, int, Any]]] = []  # of this process: key, peers to come, segment
 
-    def __init__(self, store: dist.Store, kind: str) -> None:
-        self._store, self.kind = store, kind
+    def __init__(self, store: dist.Store, kind: str, of: range) -> None:
+        """of: the ranks that map one another's, this one among them."""
+        self._store, self.kind, self._of = store, kind, of
         self._servers: dict[str, socket.socket] = {}
         self._lent: Any = None  # what peers may still map, of CUDA IPC
-        self._name = ""  # of that generation
-        self._mapped: list[str] = []  # its peers' names
+        self._name = ""  # of that generation, whose peers' differ in the rank at its end
 
     def create(self, name: str, num_bytes: int) -> _core.Segment:
         self._lent = None
-        self._name, self._mapped = name, []
+        self._name = name  # whatever comes: peers of this generation count on this rank's word at its end
         self._free_orphans()
         memory = _core.cuda.DeviceMemory.create(self.kind, num_bytes)
+        if len(self._of) == 1:
+            return memory.segment()
         handle, fd = memory.share()
         if fd >= 0:
             self._servers[name] = _serve(name, fd)
@@ -343,7 +354,6 @@ class DeviceSegments:
         return segment
 
     def attach(self, name: str, num_bytes: int) -> _core.Segment:
-        self._mapped.append(name)
         said = self._store.get(f"segments{name}").decode()
         handle, fd = (b"", _receive(name)) if self.kind == "file" else (bytes.fromhex(said), -1)
         try:
@@ -358,12 +368,15 @@ class DeviceSegments:
 
     def close(self, together: bool) -> None:
         """After the engine, of each rank when it likes."""
-        if self._lent is not None:
-            self._orphans.append((self._store, f"closed{self._name}", len(self._mapped), self._lent))
-            self._lent = None
+        if self._name and self.kind == "ipc":
+            if self._lent is not None:
+                self._orphans.append((self._store, f"closed{self._name}", len(self._of) - 1, self._lent))
+            stem, _, own = self._name.rpartition(".")
             with contextlib.suppress(dist.DistError):  # the store is gone: so may be its peers, and nobody frees
-                for name in self._mapped:
-                    self._store.add(f"closed{name}", 1)
+                for rank in self._of:
+                    if rank != int(own):
+                        self._store.add(f"closed{stem}.{rank}", 1)
+        self._lent, self._name = None, ""
         self._free_orphans()
 
     @classmethod

@@ -276,7 +276,8 @@ class Session(Metered):
         devices.enter(o.device)
         if hasattr(own, "on_device"):  # ranks inside one process
             return devices.Memory(own.on_device(), o.executor, own.on_device())
-        return devices.memory(self.meet, self.topology, o.executor, o.device, o.reach, o.arena_mib != 0)
+        lends = o.arena_bytes(o.first_shape(self.topology.num_ranks)) > 0
+        return devices.memory(self.meet, self.topology, o.executor, o.device, o.reach, lends)
 
     def _open(self, wanted: dict[str, int]) -> None:
         generation, self._generation = self._generation, self._generation + 1
@@ -301,7 +302,7 @@ class Session(Metered):
                     self.topology.rank, shape, segments, o.timeout_s, self._executor, env.get("HYBRID_EP_SEED"), *arenas
                 ),
                 o.less_memory(shape.arena_bytes),
-                Part(self._arenas, apart, self.topology.ranks_of_node) if apart else None,
+                Part(self._arenas, apart, self.topology.ranks_of_node, devices.ARENALESS) if apart else None,
             )
         except BaseException as error:
             self._close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")

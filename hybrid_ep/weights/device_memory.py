@@ -203,7 +203,7 @@ class DeviceMemory:
         devices.enter(self.device)
         if self._view.virtual:
             return self._view.segments.on_device()  # type: ignore[attr-defined]  # that is what makes it virtual
-        return devices.DeviceSegments(self._view.store, self.kind)
+        return devices.DeviceSegments(self._view.store, self.kind, range(self._view.size))
 
     def over(self, maker: Any, found: list[_core.Segment], staging_bytes: int = 0) -> DeviceRegistered:
         staging = [self._buffer(staging_bytes, self.homeward) for _ in range(2)] if staging_bytes else []

@@ -37,7 +37,7 @@ def _check(ctx, ex: Example) -> bool:
         num_of_hybrid_ep_ranks_per_nvlink_domain=ex.num_local_ranks,
     )
     check(OnDevice(buffer, torch.cuda.Stream(), ctx.rank, 0), ctx.rank, ex)
-    in_heap = isinstance(buffer._session._segments, nvshmem.NvshmemSegments)
+    in_heap = isinstance(buffer._session._segments, nvshmem.NvshmemSegments) and buffer._session.shape.arena_apart
     buffer.destroy()
     return in_heap
 

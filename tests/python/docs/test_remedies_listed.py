@@ -43,6 +43,7 @@ DONE = {
     r"ValueError: nodes: rank 3": LAUNCH + "test_ranks_on_cpus_must_share_a_machine",
     r"BootstrapError: rank 3": FAULTS + "test_a_rank_that_never_comes_to_the_constructor",
     r"BootstrapError: ranks ... could not": RUN + "test_each_thing_that_may_be_lowered_makes_a_buffer_fit",
+    r"RuntimeWarning: in some node": "runtime/test_arena_apart.py::test_the_heap_of_nvshmem_has_its_arena_beside_it",
     r"MemoryError: ": RUN + "test_dev_shm_is_enlarged_by_the_command_of_the_error",
     r"CapacityError: the ranks receive": RUN + "test_a_capacity_is_raised_or_rows_are_dropped",
     r"CapacityError: num_permuted": RUN + "test_a_budget_of_rows_is_raised_or_none_or_dropped",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from examples import Example, check, expected
 
-from hybrid_ep import _core
+from hybrid_ep import HybridEPBuffer, _core
 from hybrid_ep.runtime import devices
 from hybrid_ep.runtime.session import Session
 from hybrid_ep.runtime.topology import Topology
@@ -83,9 +83,12 @@ def test_results_live_on_when_the_buffer_grows(apart):
     def grow(rank, _):
         idx = torch.arange(8)[:, None] % 4
         first, *_ = buffers[rank].dispatch(torch.full((8, 64), 3.0).bfloat16(), topk_idx=idx, num_of_experts=4)
+        session = buffers[rank]._session
+        lent, generation = session.engine.arena_bytes_lent, session._generation
         more = idx.repeat(64, 1)
         second, *_ = buffers[rank].dispatch(torch.full((512, 64), 5.0).bfloat16(), topk_idx=more, num_of_experts=4)
         assert (first == 3).all() and (second == 5).all()
+        assert lent >= first.nbytes and session._generation == generation + 1
 
     world.run(grow)
 
@@ -144,9 +147,44 @@ def test_the_heap_of_nvshmem_has_its_arena_beside_it():
     assert devices.memory(meet, where, "cuda", device, reach(*[["file"]] * 4), wants_arena=False).arenas is None
     with pytest.warns(RuntimeWarning, match="copied once more.*arena_mib=0"):
         assert devices.memory(meet, where, "cuda", device, reach(["file"], ["ipc"], [], [])).arenas is None
+    alone = devices.memory(meet, Topology(0, 2, 1), "cuda", device, reach([], []))
+    assert alone.executor == "cuda_nvshmem" and alone.arenas.kind == "none"
     with mock.patch.object(devices, "probe", return_value=reach(*[["ipc"]] * 4)) as probe:
         assert devices.memory(meet, where, "cuda_nvshmem", device, None).arenas.kind == "ipc"
     probe.assert_called_once_with(meet, device)
     joined = SimpleNamespace(kinds=[["fabric"]] * 4, fabric=[list(range(4))] * 4, file=[[]] * 4, near=[[]] * 4)
     mapped = devices.memory(meet, where, "cuda", device, joined)
     assert mapped.executor == "cuda" and mapped.segments is not mapped.arenas and mapped.arenas.kind == "fabric"
+
+
+def test_the_warning_points_at_who_made_the_buffer(monkeypatch):
+    def choose(session):
+        return devices.memory(session.meet, Topology(0, 4, 2), "cuda", torch.device("cpu"), reach([], [], [], []))
+
+    monkeypatch.setattr(Session, "_choose_memory", choose)
+    monkeypatch.setattr(devices.nvshmem, "heap", lambda: mock.Mock(start=mock.Mock(side_effect=RuntimeError("none"))))
+    with pytest.warns(RuntimeWarning, match="copied once more") as warned, pytest.raises(Exception, match="none"):
+        VirtualWorld(1, 1).run(lambda rank, group: HybridEPBuffer(group, 64, 8, 2, timeout_s=5))
+    assert warned[0].filename == __file__
+
+
+def test_a_buffer_that_ends_closes_both(monkeypatch):
+    ended = []
+
+    class Noting:
+        def __init__(self, inner, name):
+            self._inner, self._name = inner, name
+
+        def __getattr__(self, what):
+            return getattr(self._inner, what)
+
+        def close(self, together):
+            ended.append((self._name, together))
+
+    def choose(session):
+        own = session.meet.view.segments
+        return devices.Memory(Noting(own, "segment"), "host", Noting(own, "arena"))
+
+    monkeypatch.setattr(Session, "_choose_memory", choose)
+    VirtualWorld(1, 1).buffers(64, 8, 2, timeout_s=5)[0].destroy()
+    assert ended == [("arena", True), ("segment", True)]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from hybrid_ep import _core
 from hybrid_ep.runtime import devices, options
-from hybrid_ep.runtime.bootstrap import GroupView, PosixSegments, Rendezvous, open_segments
+from hybrid_ep.runtime.bootstrap import GroupView, Part, PosixSegments, Rendezvous, open_segments
 from hybrid_ep.runtime.topology import Topology, resolve, warn_of_cut_domains
 from hybrid_ep.testing import VirtualWorld
 
@@ -231,7 +232,7 @@ def test_a_file_descriptor_reaches_every_peer_and_the_server_ends():
         os.write(fd, text)
         os.close(fd)
         assert os.read(reader, 16) == text
-    segments = devices.DeviceSegments(dist.HashStore(), "file")
+    segments = devices.DeviceSegments(dist.HashStore(), "file", range(2))
     segments._servers[name] = server
     segments.unlink(name)
     for thread in [t for t in threading.enumerate() if t.name == f"serve {name}"]:
@@ -330,7 +331,7 @@ def test_memory_that_grows_is_freed_when_its_peers_have_closed_it(monkeypatch):
 
     def grow(rank, group):
         meet = Rendezvous(GroupView.of(group), timeout_s=30)
-        segments = devices.DeviceSegments(group.store, "ipc")
+        segments = devices.DeviceSegments(group.store, "ipc", range(3))
         for generation in range(3):
             time.sleep(0.05 * rank)  # the others let go late
             engine = None
@@ -352,7 +353,7 @@ def test_memory_of_a_closed_buffer_is_freed_when_its_peers_have_closed_it(monkey
 
     def close(rank, group):
         meet = Rendezvous(GroupView.of(group), timeout_s=30)
-        segments = devices.DeviceSegments(group.store, "ipc")
+        segments = devices.DeviceSegments(group.store, "ipc", range(3))
         engine = open_segments(meet, segments, 0, 64, list)
         for turn in range(3):  # one after the other, without a meeting of their own
             if rank == turn:
@@ -368,9 +369,81 @@ def test_memory_of_a_closed_buffer_is_freed_when_its_peers_have_closed_it(monkey
         assert [what for what, of in log[:at] if of == log[at][1]] == ["closed", "closed"]
 
 
+class Failing(devices.DeviceSegments):
+    """Of one part of a rank's memory, which fails where it is told to."""
+
+    def __init__(self, group, of: range, fails: str):
+        super().__init__(group.store, "ipc", of)
+        self.fails = fails
+
+    def create(self, name, num_bytes):
+        made = super().create(name, num_bytes)  # peers may come to know of it
+        if self.fails == "create":
+            self._lent = None
+            raise MemoryError("no room")
+        return made
+
+    def attach(self, name, num_bytes):
+        if self.fails == "attach" and name.endswith("2"):  # the last one's
+            raise RuntimeError("cannot map")
+        return super().attach(name, num_bytes)
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+@pytest.mark.parametrize("fails", [("create", ""), ("", "create"), ("attach", ""), ("", "attach"), ("", "", "engine")])
+def test_a_set_up_that_fails_on_one_rank_frees_all_and_nothing_early(monkeypatch, fails, generations):
+    """Of a segment and what lies beside it, when each rank closes them while it still has the error."""
+    monkeypatch.setattr(_core.cuda, "DeviceMemory", FakeMemory)
+    FakeMemory.log = log = []
+
+    def body(rank, group):
+        meet = Rendezvous(GroupView.of(group), timeout_s=30)
+        parts = [Failing(group, range(3), "") for _ in range(2)]
+        told, engine = [], None
+        for generation in range(generations):
+            last = generation == generations - 1
+            if rank == 1 and last:
+                for part, how in zip(parts, fails, strict=False):
+                    part.fails = how
+
+            def make(*memory, last=last):
+                if rank == 1 and last and "engine" in fails:
+                    raise ValueError("refused")
+                return memory
+
+            engine = None
+            try:
+                beside = Part(parts[1], 64, range(3), "; do without")
+                engine = open_segments(meet, parts[0], generation, 64, make, beside=beside)
+            except Exception as error:
+                told.append(error)
+                time.sleep(0.02 * rank)
+                for part in reversed(parts):
+                    part.close(together=False)
+        assert engine is None and len(told) == 1
+        meet.exchange("all closed", None)
+        parts[0]._free_orphans()
+        return str(told[0])
+
+    said = VirtualWorld(1, 3).run(body)
+    assert ("; do without" in said[1]) == (fails == ("", "attach"))
+    assert not devices.DeviceSegments._orphans
+    for at, (what, handle) in enumerate(log):
+        if what == "freed":  # by then nobody maps it, nor will
+            assert (("closed", handle)) not in log[at:]
+    made = {handle for _, handle in log}
+    assert {handle for what, handle in log if what == "freed"} == made
+
+
+def test_a_device_without_room_offers_no_kind(monkeypatch):
+    full = type("Full", (), {"create": mock.Mock(side_effect=MemoryError("does not fit"))})
+    monkeypatch.setattr(_core.cuda, "DeviceMemory", full)
+    assert devices.working_kinds() == []
+
+
 def test_a_store_keeps_no_keys_of_segments_that_are_unlinked():
     store = dist.HashStore()
     store.set("segments/a.0", "-")
     for _ in range(2):  # every rank unlinks every name
-        devices.DeviceSegments(store, "none").unlink("/a.0")
+        devices.DeviceSegments(store, "none", range(2)).unlink("/a.0")
     assert not store.check(["segments/a.0"])

@@ -37,6 +37,7 @@ def test_any_group_of_a_job(world_ranks, ranks_per_node, in_order):
             found = topology.resolve(rank, hosts, declared, "x", world_ranks)
             assert found.num_local_ranks == want and found.num_nodes * want == len(world_ranks)
             mates = [r for r in range(len(world_ranks)) if hosts[r] == hosts[rank]]
+            assert mates == list(found.ranks_of_node)
             assert mates == [found.node * want + i for i in range(want)] and rank == mates[found.local_rank]
 
 
