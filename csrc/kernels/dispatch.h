@@ -112,12 +112,14 @@ uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   p.landings_at = p.untold_at + align_up(sizeof(UntoldRows) * locals, 128);
   const uint64_t fifos_at = p.landings_at + align_up(sizeof(LandingOfRank) * locals, 128);
   // Without rail peers N2N stages nothing, and its share is the scatter FIFO's. So is that of local work that is apart.
+  // Scatter stages are even in number: N2N has what is left of their share, too.
   const uint64_t room = budget > 1024 ? budget - 1024 : 0, quarter = room / 4;  // the rest is alignment
   const bool rail = p.rail.num_peers != 0, here = !p.blocks.is_apart();
-  const uint32_t n2n = rail ? stages_that_fit(quarter, stage, 3, kMostSideStages) : 3;
   const uint64_t left = room - (rail + here) * quarter;
   constexpr uint32_t kLeast = 2 * kScatterWarps;
   uint32_t scatter = stages_that_fit(left, stage, kLeast, kMostStages) / kScatterWarps * kScatterWarps;
+  const uint64_t others = here * quarter + scatter * stage;
+  const uint32_t n2n = rail ? stages_that_fit(room > others ? room - others : 0, stage, 3, kMostSideStages) : 3;
   const uint64_t apart = here ? 0 : plan_local_smem<A>(p, 0, budget, kMostStages);
   for (;; scatter -= kScatterWarps) {  // cursors of many peers and empty FIFOs may take more than was set aside
     p.scatter = Fifo::layout(fifos_at, scatter, stage_bytes);

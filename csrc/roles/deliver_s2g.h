@@ -42,9 +42,6 @@ struct DeliverS2GRole {
   }
 
  private:
-  // With so many a stage is kept while the next one's stores read theirs. With fewer the loads would wait for it.
-  static constexpr uint32_t kManyStages = 6;
-
   // The oldest stage, once at most so many groups of stores behind it may still read theirs.
   template <int kLater>
   HEP_DEVICE void give_back() {

@@ -12,7 +12,6 @@ namespace hep {
 
 template <Arch A, Transport<A> Net>
 struct DispatchS2GRole {
-  static constexpr int kInFlight = 4;  // bulk groups that may still read their stages
   A& a;
   Net& net;
   const DispatchParams& p;
@@ -52,8 +51,7 @@ struct DispatchS2GRole {
  private:
   HEP_DEVICE void copy() {
     landed.clear();
-    // A held stage must not starve the producer: with few stages per consumer fewer groups stay in flight.
-    const uint32_t in_flight = from.fifo.num_stages / from.stride > kInFlight ? kInFlight : 0;
+    const uint32_t kept = from.fifo.num_stages / from.stride >= kManyStages;
     for (;;) {
       const TokenHead head = from.wait(a);
       if (head.stop) break;
@@ -62,9 +60,9 @@ struct DispatchS2GRole {
       scatter(head);
       a.did(LoopStep::kS2gToken);
       from.advance();
-      if (++held > in_flight) {
-        if (in_flight) {
-          if (!injected(Bug::kHeldStageBackWhileStoring)) a.template bulk_wait_read<kInFlight>();
+      if (++held > kept) {
+        if (kept) {
+          if (!injected(Bug::kHeldStageBackWhileStoring)) a.template bulk_wait_read<1>();
         } else if (!injected(Bug::kStageBackWhileStoring)) {
           a.template bulk_wait_read<0>();
         }

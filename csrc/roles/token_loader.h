@@ -7,6 +7,10 @@
 
 namespace hep {
 
+// With so many stages of its own a warp that stores tokens keeps one while the next one's stores read theirs. With
+// fewer the loads would wait for it.
+inline constexpr uint32_t kManyStages = 6;
+
 struct alignas(16) TokenHead {
   uint32_t stop;
   uint32_t tile;

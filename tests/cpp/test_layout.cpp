@@ -280,7 +280,9 @@ TEST(small_rows_get_the_stages_that_their_size_leaves_room_for) {
   for (const uint32_t nodes : {1u, 4u})
     for (const bool apart : {false, true}) {
       const auto bf16 = stages(nodes, apart, 2 * 7168, 0), fp8 = stages(nodes, apart, 7168, 4 * 7168 / 128);
-      for (size_t fifo = 0; fifo < 3; ++fifo) CHECK(fp8[fifo] * 10 >= bf16[fifo] * 18);
+      for (const size_t fifo : {0, 2}) CHECK(fp8[fifo] * 10 >= bf16[fifo] * 18);
+      // N2N has what scatter leaves of their common memory, which is more of it where stages are large.
+      if (nodes > 1) CHECK((fp8[0] + fp8[1]) * 10 >= (bf16[0] + bf16[1]) * 18 && fp8[1] > bf16[1]);
       CHECK(stages(nodes, apart, 16, 0)[0] == kMostStages && fp8[0] < kMostStages);
     }
 }
