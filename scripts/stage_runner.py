@@ -1,6 +1,7 @@
 """How a stage of run_tests.py runs its commands: within a deadline, in sessions that end with it, output as it
 comes."""
 
+import contextlib
 import os
 import re
 import signal
@@ -210,11 +211,9 @@ def signal_group(process, number):
 
 
 def end_group(process):
-    """Ends what is left of a command and all it started: an interrupt for a clean end, then kill."""
-    if process.poll() is None:
-        signal_group(process, signal.SIGINT)
-        try:
+    """Ends what is left of a command and all it started: an interrupt for a clean end, then kill. Where interrupts are
+    ignored, as in what a shell has started in the background, it is the kill."""
+    for number in (signal.SIGINT, signal.SIGKILL) if process.poll() is None else (signal.SIGKILL,):
+        signal_group(process, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(KILL_AFTER_S)
-        except subprocess.TimeoutExpired:
-            pass
-    signal_group(process, signal.SIGKILL)

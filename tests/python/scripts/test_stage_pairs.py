@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -182,14 +183,17 @@ def test_what_runs_in_a_shm_of_its_own_sees_no_segment_of_others_and_leaves_none
         mine.unlink()
 
 
-def test_a_command_in_a_shm_of_its_own_ends_with_its_stage(own_shm, monkeypatch):
-    """It is the process that the runner knows, not a child of one."""
-    monkeypatch.setattr(stage_runner, "KILL_AFTER_S", 5)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_in_a_shm_of_its_own_ends_with_its_stage(own_shm, monkeypatch, number):
+    """It is the process that the runner knows, not a child of one; and it is killed where it ignores interrupts."""
+    monkeypatch.setattr(stage_runner, "KILL_AFTER_S", 5 if number == signal.SIGINT else 0.2)
     runner = real_runner(seconds=2)
     runner.within = own_shm
+    handler = "SIG_DFL" if number == signal.SIGINT else "SIG_IGN"
+    program = f"import signal, time; signal.signal(signal.SIGINT, signal.{handler}); time.sleep(50)"
     with pytest.raises(stage_runner.StageTimeout):
-        runner.run([sys.executable, "-c", "import os, time; print(os.getpid(), os.getsid(0)); time.sleep(50)"])
-    assert runner.process.returncode is not None
+        runner.run([sys.executable, "-c", program])
+    assert runner.process.returncode == -number
 
 
 @pytest.mark.parametrize("can", [True, False])
