@@ -188,13 +188,13 @@ def agree(answers: list[dict[str, Any]], what: str) -> None:
 
 
 class Part(NamedTuple):
-    """Memory of every rank beside its segment. of: the ranks whose this one maps, itself among them. less: what does
-    without it, for the error when it cannot be mapped."""
+    """Memory of every rank beside its segment. of: the ranks whose this one maps, itself among them.
+    without: how to do without it, for the error when it cannot be mapped."""
 
     segments: Segments
     num_bytes: int
     of: range
-    less: str = ""
+    without: str = ""
 
 
 def open_segments(
@@ -242,7 +242,7 @@ def open_segments(
         except Exception as e:
             traceback.clear_frames(e.__traceback__)  # make_engine's had them, too
             halfway = len(attached) > 1 and len(attached[-1]) < len(parts[-1].of)
-            error = RuntimeError(f"{e}{parts[-1].less}") if halfway else e
+            error = RuntimeError(f"{e}{parts[-1].without}") if halfway else e
         all_well(meet, f"{generation}/attached", error, total)
         assert engine is not None  # or the call before had raised
         return engine

@@ -80,7 +80,13 @@ def test_what_is_free_takes_no_longer_where_it_binds(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--from", "x.json", "--quick"], ["--from", "x.json", "--shares"], ["--json", "/nowhere/x.json"]]
+    "flags",
+    [
+        ["--only", "nosuch"],
+        ["--from", "x.json", "--quick"],
+        ["--from", "x.json", "--shares"],
+        ["--json", "/nowhere/x.json"],
+    ],
 )
 def test_flags_that_cannot_be_are_refused(flags, capsys):
     with pytest.raises(SystemExit):
