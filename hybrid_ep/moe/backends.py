@@ -13,7 +13,8 @@ Experts lie in one or more stacks [E_i, K, F] of weights, one after the other; `
     objection(stacks, groups)     None, or why it cannot multiply by these stacks
 
 of: a range of stacks, whose experts alone are computed and whose weights alone are read, while other rows of `out` stay
-as they are; None: all. Who has `in_turns` takes one, and computes an element alike whichever way it is asked.
+as they are; None: all. Who has `in_turns` takes one, and computes an element alike whichever way it is asked. Who
+`stores` puts the result where it is told; the others copy it there.
 
 What they leave undefined (rows from ends[-1] on, weight gradients of groups without rows) is `grouped`'s business,
 with what `probing` found out about them.
@@ -56,6 +57,7 @@ class Backend(Protocol):
 
     name: str
     in_turns: bool
+    stores: bool
 
     def absence(self) -> str | None: ...
 
@@ -82,7 +84,7 @@ class LoopBackend:
     """One matrix product per expert that has rows. Exact everywhere; needs the counts on the host."""
 
     name = "loop"
-    in_turns = True
+    in_turns = stores = True
     in_a_graph = "give 16-bit rows to 'torch'"
 
     @staticmethod
@@ -137,7 +139,7 @@ class TorchBackend:
     torch's own fallback for the rest reads the counts on the host, so it is refused here."""
 
     name = "torch"
-    in_turns = True
+    in_turns, stores = True, False
 
     @staticmethod
     def absence() -> str | None:
@@ -214,7 +216,7 @@ class TritonBackend:
     """Our kernels: all stacks in one launch, counts on the device, stored where one asks, zeros for empty experts."""
 
     name = "triton"
-    in_turns = True
+    in_turns = stores = True
 
     @staticmethod
     def absence() -> str | None:
@@ -286,7 +288,7 @@ class TransformerEngineBackend:
     """Transformer Engine's GroupedLinear, through its public module. Takes a list of counts, so the host waits."""
 
     name = "te"
-    in_turns = False
+    in_turns = stores = False
 
     @staticmethod
     def absence() -> str | None:

@@ -9,16 +9,16 @@ would multiply its neighbour's rows.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hybrid_ep import recording
-from hybrid_ep.moe import checks, padding, probing
-from hybrid_ep.moe.backends import BACKENDS, FLOATS, Backend, Groups
+from hybrid_ep.moe import arguments, checks, padding, probing
+from hybrid_ep.moe.backends import BACKENDS, Backend, Groups
 from hybrid_ep.moe.precisions import backend_of, backends_of
 
 log = logging.getLogger("hybrid_ep.moe")
@@ -26,6 +26,18 @@ _said: set[tuple[Any, ...]] = set()
 Machine = tuple[Backend, str]  # with the remedy for groups without rows
 Delay = Callable[[Callable[[], torch.Tensor]], None]
 Remake = tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor | None]]
+
+
+class Place(Protocol):
+    """Memory for results, as HybridEPBuffer lends it."""
+
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns], uninitialised."""
+        ...
+
+    def registered(self, rows: int, columns: int, dtype: torch.dtype) -> AbstractContextManager[bool]:
+        """In which torch makes such a tensor there, if it can."""
+        ...
 
 
 class Arrivals(Protocol):
@@ -59,6 +71,7 @@ def grouped_mm(
     precision: str = "params",
     delay: Delay | None = None,
     remake: Remake | None = None,
+    gradient_place: Place | None = None,
 ) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
 
@@ -99,19 +112,24 @@ def grouped_mm(
     remake: a function and the tensors that it takes: it makes x again, with the same bits, in the backward, where
     weight gradients ask for it; x itself is not kept, and the tensors are, as autograd keeps what it saves.
 
+    gradient_place: a HybridEPBuffer, or what lends memory as one does: x's gradient is stored there, for a dispatch's
+    rows where the combine of its backward reads them in place. By empty() or, of a backend that stores where it
+    chooses, inside registered(); "auto" takes the loop for it on a CPU, and on a GPU what it takes without.
+
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
     first_rows, nothing waits for the device (the first call per device and dtype, which probes, does). Raises
     ValueError for a wrong argument; on a CPU offsets are checked too."""
-    stacks = (w,) if isinstance(w, torch.Tensor) else _stacks(w)
+    stacks = (w,) if isinstance(w, torch.Tensor) else arguments.stacks_of(w)
     known = (
         None if first_rows is None else checks.integers("first_rows", first_rows, "the first row of each stack of w")
     )
-    _check(x, stacks, offsets, tail, known)
+    arguments.operands(x, stacks, offsets, tail, known)
     if out is not None:
-        _check_out(out, x, stacks)
+        arguments.out_memory(out, x, stacks)
     if arriving is not None:
-        _check_arriving(arriving)
+        arguments.arriving_weights(arriving)
+    arguments.gradient_place(gradient_place)
     if delay is not None and not callable(delay):
         raise ValueError(f"delay={delay!r:.80} is not callable; give a function of a function, or None")
     takes = isinstance(remake, tuple) and len(remake) == 2 and callable(remake[0])
@@ -119,8 +137,9 @@ def grouped_mm(
         raise ValueError(f"remake={remake!r:.80} is no (function, tensors); give what makes x again, or None")
     groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
     arriving = arriving if len(stacks) > 1 else None
-    machine = _choose(backend, x, stacks, groups, out is not None, arriving is not None, precision)
-    return _GroupedMM.apply(out, x, groups, machine, tail, _Wishes(arriving, delay, remake), *stacks)
+    stores = out is not None or (gradient_place is not None and x.device.type == "cpu")
+    machine = _choose(backend, x, stacks, groups, stores, arriving is not None, precision)
+    return _GroupedMM.apply(out, x, groups, machine, tail, _Wishes(arriving, delay, remake, gradient_place), *stacks)
 
 
 class _Wishes(NamedTuple):
@@ -129,6 +148,7 @@ class _Wishes(NamedTuple):
     arriving: Arrivals | None = None
     delay: Delay | None = None
     remake: Remake | None = None
+    gradient_place: Place | None = None
 
 
 class _Rows:
@@ -209,7 +229,7 @@ class _GroupedMM(torch.autograd.Function):
         if wishes.arriving is not None:
             dx, dw = _backward_in_turns(x, grad, turned, groups, machine, tail, wishes, asks_dx, wanted)
             return None, dx, None, None, None, None, *dw
-        dx = _rows_times_stacks(grad, turned, groups, machine, tail) if asks_dx else None
+        dx = _gradient_of_rows(grad, turned, groups, machine, tail, wishes) if asks_dx else None
         made: list[torch.Tensor] = []
         if any(wanted[1:]) or (wanted[0] and wishes.delay is None):
             made = _weight_gradients(x(), grad, groups, machine)
@@ -261,20 +281,41 @@ def _backward_in_turns(
     dw: list[torch.Tensor | None] = [None] * len(turned)
     under_way, in_turns = arriving.under_way(), _in_turns(machine)
     if asks_dx and under_way and in_turns:
-        dx = _rows_times_stacks(grad, turned, groups, machine, tail, None, own)
+        dx = _gradient_of_rows(grad, turned, groups, machine, tail, wishes, own)
     made: list[torch.Tensor] = []
     if any(wanted[1:]):
         made = _weight_gradients(x(), grad, groups, machine, further if in_turns else None)
         arriving.gradients(made[-len(further) :])
     if asks_dx and not under_way:
-        dx = _rows_times_stacks(grad, turned, groups, machine, tail, None, range(len(turned)) if in_turns else None)
+        dx = _gradient_of_rows(grad, turned, groups, machine, tail, wishes, range(len(turned)) if in_turns else None)
     if wanted[0]:
         dw[0] = _first_gradient(delay, x, grad, groups, machine, made[0] if made and not in_turns else None)
     if under_way:
         arriving.wait()
-        if asks_dx:
-            dx = _rows_times_stacks(grad, turned, groups, machine, tail, dx, further if in_turns else None)
+        if asks_dx and dx is None:
+            dx = _gradient_of_rows(grad, turned, groups, machine, tail, wishes)
+        elif asks_dx:
+            dx = _rows_times_stacks(grad, turned, groups, machine, tail, dx, further)
     return dx, dw
+
+
+def _gradient_of_rows(
+    grad: torch.Tensor,
+    turned: Sequence[torch.Tensor],
+    groups: Groups,
+    machine: Machine,
+    tail: bool,
+    wishes: _Wishes,
+    of: range | None = None,
+) -> torch.Tensor:
+    """[N, K], where the caller wants it; of: of these stacks' rows, for now."""
+    place, like = wishes.gradient_place, (grad.shape[0], turned[0].shape[2], grad.dtype)
+    if place is None or not grad.shape[0] or not like[1]:
+        return _rows_times_stacks(grad, turned, groups, machine, tail, None, of)
+    if machine[0].stores:
+        return _rows_times_stacks(grad, turned, groups, machine, tail, place.empty(*like), of)
+    with place.registered(*like):
+        return _rows_times_stacks(grad, turned, groups, machine, tail, None, of)
 
 
 def _rows_times_stacks(
@@ -371,27 +412,6 @@ def _best(device: torch.device, stores: bool, waits: bool, precision: str) -> tu
     return ("triton", "torch", "loop") if stores or waits else ("torch", "triton", "loop")
 
 
-def _check_out(out: torch.Tensor, x: torch.Tensor, stacks: Sequence[torch.Tensor]) -> None:
-    shape = (x.shape[0], stacks[0].shape[2])
-    if not isinstance(out, torch.Tensor):
-        raise ValueError(f"out={out!r:.80} is no tensor; give contiguous {x.dtype} {shape} on {x.device}, or None")
-    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}{'' if out.is_contiguous() else ', strided'}; give "
-            f"contiguous {x.dtype} {shape} on {x.device}"
-        )
-    if out.requires_grad or out.grad_fn is not None:
-        raise ValueError(
-            "out is part of a graph of autograd, or a slice of what is; give memory that is nobody's result, as "
-            "buffer.empty()"
-        )
-    if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError("out was made in inference mode, where no gradient may pass; make it outside of that")
-    inside = {t.untyped_storage().data_ptr() for t in (x, *stacks)}
-    if out.numel() and out.untyped_storage().data_ptr() in inside:
-        raise ValueError("out shares memory with x or w; give memory of its own")
-
-
 def _say_once(
     name: str, candidate: str, reasons: list[str], x: torch.Tensor, shape: tuple[int, ...], precision: str
 ) -> None:
@@ -406,75 +426,4 @@ def _say_once(
             x.device,
             candidate,
             "; ".join(reasons),
-        )
-
-
-def _stacks(given: Any) -> tuple[torch.Tensor, ...]:
-    try:
-        stacks = tuple(given)
-    except TypeError:
-        stacks = (given,)
-    for n, w in enumerate(stacks):
-        checks.tensor(f"w[{n}]" if len(stacks) > 1 else "w", w, "weights [E, K, F], or several such stacks")
-    return stacks
-
-
-def _check_arriving(arriving: Any) -> None:
-    if not all(callable(getattr(arriving, name, None)) for name in ("under_way", "wait", "gradients")):
-        raise ValueError(
-            f"arriving={arriving!r:.80} must have under_way(), wait() and gradients(made), as hybrid_ep.moe.grouped's "
-            "Arrivals says, or be None where all weights are here"
-        )
-
-
-def _check(
-    x: torch.Tensor,
-    stacks: Sequence[torch.Tensor],
-    offsets: torch.Tensor,
-    tail: bool,
-    first_rows: tuple[int, ...] | None,
-) -> None:
-    num_groups = 0
-    checks.tensor("x", x, "rows [N, K]")
-    checks.tensor("offsets", offsets, "int32 or int64 [E], the row at which each group ends")
-    for w in stacks:
-        checks.tensor("w", w, "weights [E, K, F]")
-        if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or w.shape[2] != stacks[0].shape[2]:
-            raise ValueError(
-                f"x {tuple(x.shape)} and w {tuple(w.shape)} must be [N, K] and [E, K, F]; a weight stored "
-                "[E, F, K] goes in as w.transpose(1, 2)"
-            )
-        if x.dtype not in FLOATS or w.dtype not in FLOATS:
-            raise ValueError(f"x is {x.dtype} and w is {w.dtype}; both must be one of {', '.join(map(str, FLOATS))}")
-        if w.dtype != x.dtype:
-            raise ValueError(
-                f"x is {x.dtype} and w is {w.dtype}, which must be the same (autocast changes neither): give one of "
-                "them in the other's"
-            )
-        if not x.device == w.device == offsets.device:
-            raise ValueError(
-                f"x is on {x.device}, w on {w.device}, offsets on {offsets.device}; move them to one device"
-            )
-        num_groups += w.shape[0]
-    if offsets.dtype not in (torch.int32, torch.int64) or offsets.shape != (num_groups,) or num_groups == 0:
-        raise ValueError(
-            f"offsets {offsets.dtype} {tuple(offsets.shape)} must be int32 or int64 [E] with the "
-            f"E={num_groups} >= 1 experts of w; it holds the row at which each group ends"
-        )
-    if first_rows is not None:
-        _check_first_rows(first_rows, x.shape[0], len(stacks))
-    ends = checks.row_ends(offsets, x.shape[0], tail=tail)
-    if ends is not None and first_rows is not None:
-        starts = [0, *ends]
-        begins = (0, *(starts[cut] for cut in itertools.accumulate(w.shape[0] for w in stacks[:-1])))
-        if first_rows != begins:
-            raise ValueError(f"first_rows={first_rows} must be where offsets={ends} end the groups of the stack before")
-
-
-def _check_first_rows(first_rows: tuple[int, ...], num_rows: int, num_stacks: int) -> None:
-    bounds = [*first_rows, num_rows]
-    if len(first_rows) != num_stacks or bounds[0] != 0 or bounds != sorted(bounds):
-        raise ValueError(
-            f"first_rows={first_rows} must hold the first row of each of the {num_stacks} stacks "
-            f"of w: 0, then ascending to at most the {num_rows} rows of x"
         )

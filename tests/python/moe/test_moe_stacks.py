@@ -130,7 +130,7 @@ def test_what_triton_cannot_do_is_named(on_hopper, monkeypatch):
 @pytest.mark.parametrize("place", [False, True])
 def test_triton_reads_nothing_on_the_host(on_hopper, monkeypatch, place):
     monkeypatch.setattr(
-        grouped, "_check_out", lambda *_: None
+        grouped.arguments, "out_memory", lambda *_: None
     )  # it compares addresses, of which these tensors have none
     x, parts, offsets = gpu_problem()
     out = torch.empty(32, 48, dtype=x.dtype, device="cuda") if place else None
