@@ -253,7 +253,7 @@ class Engine:
     def num_launches(self) -> int:
         """Kernels launched by this engine."""
 
-    def offer_arena(self, offer: bool) -> None:
+    def offer_arena(self, offered: bool) -> None:
         """To hep_pool_allocate in this thread, until False; see runtime/arena_pool.h."""
 
     def place(self, request: PlaceRequest) -> Placed:
@@ -701,6 +701,10 @@ class cuda:
     def load(path: str) -> dict[str, Any]:
         """Loads the library and adds its executors; {'devices': [...], 'why_none': str}. RuntimeError when it is
         not this build's."""
+
+    @staticmethod
+    def offer_memory(offered: bool) -> None:
+        """To hep_pool_allocate in this thread, until False: memory of this process; see runtime/arena_pool.h."""
 
     @staticmethod
     def publish(segment: Segment, offset: int, value: int, stream: int) -> None:

@@ -21,10 +21,11 @@ except ImportError as error:
         f"hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it with 'pip "
         f"install .' in the source tree ({error})"
     ) from error
-from hybrid_ep import memory, recording, streams
+from hybrid_ep import memory, streams
 from hybrid_ep.clones import PlannerOptions, PlansClones
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
+from hybrid_ep.lending import LendsMemory
 from hybrid_ep.meters import Meters
 from hybrid_ep.runtime import latency, options, validation, verbs
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
@@ -38,7 +39,7 @@ from hybrid_ep.runtime.session import Session
 from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted
 
 
-class HybridEPBuffer(PlansClones, Meters, Named):
+class HybridEPBuffer(LendsMemory, PlansClones, Meters, Named):
     """Registered memory of one group and the operations on it. Collective: every rank of the group constructs
     it and makes the same calls in the same order. Not re-entrant: operations that run at the same time need a
     buffer each; dispatches that wait for their combines may be many on one.
@@ -420,13 +421,6 @@ class HybridEPBuffer(PlansClones, Meters, Named):
         validation.template(config)
         self.config = self.configurer.buffer_config = config
         return copy.copy(config)
-
-    def empty(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """[rows, columns], uninitialised, for what experts put out: in the arena, where combine reads it in place, or,
-        where that has no room, an ordinary tensor, of which combine forms partial sums first. Same bits. dtype: bf16,
-        fp16 or fp32. ValueError for anything else, and for sizes below 0 rows or 1 column."""
-        with recording.unrecorded():
-            return self._open_session().rows(rows, columns, dtype)
 
     def memory_report(self) -> memory.MemoryReport:
         """Registered bytes of this rank by region, exact; str() says what the large ones are for. The receive rows are

@@ -7,6 +7,7 @@ next call.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,24 @@ def empty_rows(rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor | Non
         return None
     lend = getattr(_serving[0], "empty", None)
     return None if lend is None else lend(rows, hidden, dtype)
+
+
+def registered_rows(rows: int) -> contextlib.AbstractContextManager[bool]:
+    """For products that store where they choose: a context in which torch makes its tensors there, if so many of the
+    layer's rows have room. It changes nothing where `empty_rows` gives None."""
+    if _serving is None:
+        return contextlib.nullcontext(False)
+    buffer, hidden, dtype = _serving
+    lend = getattr(buffer, "registered", None)
+    return contextlib.nullcontext(False) if lend is None else lend(rows, hidden, dtype)
+
+
+def gradient_place(hidden: int, dtype: torch.dtype) -> HybridEPBuffer | None:
+    """The buffer whose backward's combine reads the gradient of such rows in place, if it lies there: None where
+    `empty_rows` gives None."""
+    if _serving is None or _serving[1:] != (hidden, dtype):
+        return None
+    return _serving[0] if all(hasattr(_serving[0], name) for name in ("empty", "registered")) else None
 
 
 def _create(

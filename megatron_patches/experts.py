@@ -12,6 +12,7 @@ a distributed checkpoint. So checkpoints are those of SequentialMLP and TEGroupe
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -187,11 +188,14 @@ class GroupedExperts(MegatronModule):
             first_rows = (0, *(int(tokens_per_expert[:experts].sum()) for experts in before))
         how = {"backend": self.backend, "tail": tail, "first_rows": first_rows, "precision": self.precision}
         later = [self._delay(weight) for weight in (self.weight1, self.weight2)]
-        h = grouped_mm(rows, stacks[0], ends, **how, arriving=arriving[0], delay=later[0])
+        lender = None if self._freed(rows) else buffers.gradient_place(rows.shape[1], rows.dtype)
+        h = grouped_mm(rows, stacks[0], ends, **how, arriving=arriving[0], delay=later[0], gradient_place=lender)
         again = self._activated_again(h, weights)
         h = weighted_activation(h, weights, self.kind)
-        out = self._outputs(h)
-        return grouped_mm(h, stacks[1], ends, **how, out=out, arriving=arriving[1], delay=later[1], remake=again), None
+        out, place = self._outputs(h)
+        with place:
+            out = grouped_mm(h, stacks[1], ends, **how, out=out, arriving=arriving[1], delay=later[1], remake=again)
+        return out, None
 
     def _activated_again(
         self, h: torch.Tensor, weights: torch.Tensor | None
@@ -203,17 +207,21 @@ class GroupedExperts(MegatronModule):
         kept = h.detach(), None if weights is None else weights.detach()
         return functools.partial(weighted_activation, kind=self.kind), kept
 
-    def _outputs(self, h: torch.Tensor) -> torch.Tensor | None:
-        """Where the second product goes, if the machine that multiplies stores there: to registered memory, where
-        combine reads it in place. On GPUs "auto" stays with torch's kernel, whose result would have to be copied, where
-        it is not asked for fp8."""
+    def _outputs(self, h: torch.Tensor) -> tuple[torch.Tensor | None, contextlib.AbstractContextManager[bool]]:
+        """Where the second product goes: to registered memory, where combine reads it in place. Either the memory, for
+        who stores where it is told, or a context in which a GPU's torch makes its tensors there. On a GPU "auto" stays
+        with torch's kernel, which takes no place, where it is not asked for fp8."""
         on_host = h.device.type == "cpu"
-        elsewhere = self.backend == "auto" and not on_host and self.precision == "params"
-        # The 1F1B overlap frees them by resizing their storage to nothing, which a host's arena does not let it do.
-        freed = on_host and self.config.overlap_moe_expert_parallel_comm
-        if elsewhere or freed or self.backend not in ("auto", "triton", "loop"):
-            return None
-        return buffers.empty_rows(h.shape[0], self.weight2.shape[1], h.dtype)
+        stores = self.backend in ("triton", "loop") or (self.backend == "auto" and (on_host or self.precision == "fp8"))
+        if not stores:
+            return None, buffers.registered_rows(h.shape[0])
+        out = None if self._freed(h) else buffers.empty_rows(h.shape[0], self.weight2.shape[1], h.dtype)
+        return out, contextlib.nullcontext(False)
+
+    def _freed(self, like: torch.Tensor) -> bool:
+        """Whether rows that we make are freed by resizing their storage to nothing, as the 1F1B overlap does, which a
+        host's arena does not let it do."""
+        return like.device.type == "cpu" and self.config.overlap_moe_expert_parallel_comm
 
     @staticmethod
     def group_ends(tokens_per_expert: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, bool]:

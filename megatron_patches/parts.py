@@ -20,10 +20,11 @@ PATCHES = PatchSet()
 
 def install_dispatcher() -> None:
     """Hook "token_dispatcher": MoE layers build our token dispatcher."""
-    from megatron_patches import dispatcher
+    from megatron_patches import dispatcher, own_outputs
 
     layer = importlib.import_module(f"{hooks.MOE}.moe_layer")
     PATCHES.replace("dispatcher", layer, "MoEFlexTokenDispatcher", dispatcher.HybridEPTokenDispatcher)
+    PATCHES.replace("dispatcher", layer.MoELayer, "__init__", own_outputs.layer_init(layer.MoELayer.__init__))
 
 
 def install_recompute() -> None:

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include "runtime/arena_pool.h"
 #include "runtime/cuda_entry.h"
 #include "runtime/segment.h"
 
@@ -96,6 +97,15 @@ void bind_copies(py::module_& m) {
         "Store a counter behind all that the stream holds.");
 }
 
+// Of the device that is current where it is asked for.
+std::shared_ptr<unsigned char> memory_of_this_process(uint64_t bytes) try {
+  auto memory = loaded().create(cuda::Share::kNone, bytes);
+  unsigned char* const at = memory->data();
+  return {std::move(memory), at};
+} catch (const std::bad_alloc&) {
+  return nullptr;
+}
+
 std::shared_ptr<Segment> segment_of(const std::shared_ptr<cuda::DeviceMemory>& memory) {
   return Segment::adopt(memory->data(), memory->bytes(), memory);
 }
@@ -146,6 +156,9 @@ void bind_cuda(py::module_& module) {
           },
           "(handle bytes, file descriptor or -1) by which a peer attaches.")
       .def("segment", &segment_of, "The same memory as a Segment of an Engine.");
+  m.def(
+      "offer_memory", [](bool offered) { offered ? offer(&memory_of_this_process) : withdraw(); }, py::arg("offered"),
+      "To hep_pool_allocate in this thread, until False: memory of this process; see runtime/arena_pool.h.");
   bind_copies(m);
 }
 

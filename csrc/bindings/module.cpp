@@ -237,8 +237,8 @@ void bind_engine(py::module_& m) {
            "A tensor in the arena, uninitialised; None: no gap holds it. Where exchanges_tensors().")
       .def(
           "offer_arena",
-          [](const Engine& e, bool offer) { offer_arena(offer ? e.arena().shared_from_this() : nullptr); },
-          py::arg("offer"), "To hep_pool_allocate in this thread, until False; see runtime/arena_pool.h.")
+          [](const Engine& e, bool offered) { offered ? offer_arena(e.arena().shared_from_this()) : withdraw(); },
+          py::arg("offered"), "To hep_pool_allocate in this thread, until False; see runtime/arena_pool.h.")
       .def_property_readonly("arena_bytes_lent", [](const Engine& e) { return e.arena().bytes_lent(); })
       .def("poison", &Engine::poison, Unlocked(),
            "For tests, between operations: 0xFF into the rings and receive rows.")

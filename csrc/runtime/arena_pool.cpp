@@ -3,6 +3,7 @@
 #include <mutex>
 #include <new>
 #include <unordered_map>
+#include <vector>
 
 namespace hep {
 namespace {
@@ -18,9 +19,9 @@ struct Pieces {
   }
 };
 
-std::shared_ptr<Arena>& offered() {
-  static thread_local std::shared_ptr<Arena> arena;
-  return arena;
+std::vector<Source>& offered() {
+  static thread_local std::vector<Source> sources;
+  return sources;
 }
 
 struct NoRoom : std::bad_alloc {
@@ -29,8 +30,20 @@ struct NoRoom : std::bad_alloc {
 
 }  // namespace
 
+void offer(Source source) {
+  offered().push_back(std::move(source));
+}
+
 void offer_arena(std::shared_ptr<Arena> arena) {
-  offered() = std::move(arena);
+  offer([arena = std::move(arena)](uint64_t bytes) {
+    auto piece = arena->take(bytes);
+    if (!piece) throw NoRoom();
+    return piece;
+  });
+}
+
+void withdraw() {
+  if (!offered().empty()) offered().pop_back();
 }
 
 }  // namespace hep
@@ -39,8 +52,9 @@ void offer_arena(std::shared_ptr<Arena> arena) {
 
 HEP_EXPORTED void* hep_pool_allocate(ptrdiff_t bytes, int, void*) {
   using namespace hep;
-  auto piece = bytes > 0 && offered() ? offered()->take(uint64_t(bytes)) : nullptr;
-  if (!piece) throw NoRoom();
+  if (bytes <= 0 || offered().empty()) throw NoRoom();
+  auto piece = offered().back()(uint64_t(bytes));
+  if (!piece) return nullptr;
   Pieces& pieces = Pieces::get();
   std::lock_guard lock(pieces.mutex);
   void* const at = piece.get();

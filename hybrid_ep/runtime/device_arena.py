@@ -6,12 +6,17 @@ work of the streams that it was recorded on. The dispatch kernel of the next res
 flag behind which peers write. So they write where the kernel itself might.
 
 Memory of a pool belongs to the stream that asked for it first. Here that is the stream of a buffer's first dispatch;
-calls on others find no room."""
+calls on others find no room. A pool serves one thread at a time: while one lends the arena to torch, others find none.
+
+What torch makes while the arena is lent to it and does not fit goes beside the arena, into memory that the pool keeps:
+a GEMM's workspace, say. So nothing fails for want of room that has not been promised."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from hybrid_ep import _core
 # Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes up to the first are served by segments of their own,
 # of 2 MiB; from the second on a segment is as large as what is asked for, in units of the third.
 _SMALL, _LARGE, _UNIT = 1 << 20, 10 << 20, 2 << 20
+_TRIES = 2  # to find room in the arena, where the pool has memory beside it
 
 
 def whole_bytes(num_bytes: int) -> int:
@@ -41,6 +47,8 @@ class DeviceArena:
         self._engine, self._num_bytes, self._device = engine, num_bytes, device
         self._pool: Any = None
         self._stream: int | None = None  # that the arena's memory belongs to
+        self._begin = 0  # its address
+        self._is_lending = False
 
     def empty(self, rows: int, row_bytes: int) -> torch.Tensor | None:
         """uint8 [rows, row_bytes], uninitialised, for work on the current stream; None where there is no room."""
@@ -49,10 +57,30 @@ class DeviceArena:
         if self._stream is None and num_bytes:
             self._stream = stream
             self._fill()
-        if self._pool is None or stream != self._stream or not 0 < num_bytes <= self._num_bytes:
+        taken = self._pool is None or self._is_lending or stream != self._stream
+        if taken or not 0 < num_bytes <= self._num_bytes:
             return None
         made = self._take(max(num_bytes, _SMALL + 1))
         return None if made is None else made[:num_bytes].view(rows, row_bytes)
+
+    @contextlib.contextmanager
+    def lending(self, num_bytes: int) -> Iterator[bool]:
+        """Tensors that torch makes in this thread are of the arena, if that has room for so many bytes; else, and for
+        sizes that torch keeps apart from larger ones, nothing changes. Which it is."""
+        # The block that is made here is free again behind it, for what is made next.
+        if num_bytes <= _SMALL or self.empty(1, num_bytes) is None:
+            yield False
+            return
+        self._is_lending = True
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                _core.cuda.offer_memory(True)
+                try:
+                    yield True
+                finally:
+                    _core.cuda.offer_memory(False)
+        finally:
+            self._is_lending = False
 
     def _fill(self) -> None:
         """Makes a pool that has the whole arena, of the current stream; warns where torch makes none, or cuts none."""
@@ -62,9 +90,12 @@ class DeviceArena:
             with torch.cuda.use_mem_pool(self._pool, self._device):
                 self._engine.offer_arena(True)
                 try:
-                    torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+                    self._begin = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device).data_ptr()
                 finally:
                     self._engine.offer_arena(False)
+            if not self._engine.arena_bytes_lent:  # whoever calls has a pool of its own, of which torch made it
+                self._stream = self._pool = None
+                return
             if self._take(_SMALL + 1) is not None:
                 return
         except (RuntimeError, AttributeError, OSError) as error:
@@ -78,6 +109,16 @@ class DeviceArena:
         )
 
     def _take(self, num_bytes: int) -> torch.Tensor | None:
+        beside = []  # kept until the end: else torch would choose the same again
+        for _ in range(_TRIES):
+            made = self._made(num_bytes)
+            if made is None or 0 <= made.data_ptr() - self._begin < self._num_bytes:
+                return made
+            beside.append(made)
+        return None
+
+    def _made(self, num_bytes: int) -> torch.Tensor | None:
+        """Of the pool: in the arena, or in what lies beside it."""
         with torch.cuda.use_mem_pool(self._pool, self._device):
             try:
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

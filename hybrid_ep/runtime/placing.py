@@ -75,7 +75,7 @@ def latency_plan(
     memory = PlanMemory.of(told.at, session.options.device)
     width, scale_bytes = row_bytes(call.hidden), 0 if call.scale is None else padded_row_bytes(call.scale)
     capped = session.options.capacity_factor is not None
-    received, out_scale, out_weights = session.dispatched(
+    received, out_scale, out_weights = session.results.dispatched(
         call.budget or 0, width, call.hidden.dtype, scale_bytes, None if routing.weights is not None else 0, capped
     )
     rows = _core.DispatchRequest.of(

@@ -1,10 +1,12 @@
-"""Memory of large host results, used again once nothing refers to it: of the buffer's arena, else of this process.
+"""Memory of results: of the buffer's arena, else of this process, where a host's large ones are used again once nothing
+refers to them.
 
 PyTorch's CPU allocator is malloc, which takes every large block fresh from the kernel and gives it back: page faults
 and zeroing then cost more than the exchange that fills the block. A GPU's caching allocator needs no such help."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 
 from hybrid_ep import _core
+from hybrid_ep.runtime import validation
+from hybrid_ep.runtime.device_arena import DeviceArena
 from hybrid_ep.runtime.tensors import code_of
 
 
@@ -117,3 +121,92 @@ class ResultPool:
                     continue
             kept.append(block)
         self._blocks = kept[::-1]
+
+
+class ResultMemory:
+    """Of one buffer: its engine's arena, and a pool for what that has no room for. idle_limit: of the pool."""
+
+    def __init__(self, idle_limit: int, device: torch.device):
+        self._device, self._pool = device, ResultPool(idle_limit, device)
+        self._engine: Any = None
+        self._arena: DeviceArena | None = None  # of a GPU
+
+    def use(self, engine: Any, arena_bytes: int) -> None:
+        """The arena of this engine, and of no other."""
+        self._engine, self._arena = engine, None
+        if self._device.type == "cuda" and arena_bytes:
+            self._arena = DeviceArena(engine, arena_bytes, self._device)
+
+    def part(self) -> DeviceArena | None:
+        """With the engine, whose memory it may be; what was lent stays."""
+        arena, self._engine, self._arena = self._arena, None, None
+        return arena
+
+    def close(self) -> None:
+        """Keeps nothing any more."""
+        self.part()
+        self._pool = ResultPool(0)
+
+    def empty(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8, flat: bool = False) -> torch.Tensor:
+        """As ResultPool.empty: what no rank reaches."""
+        return self._pool.empty(rows, row_bytes, dtype, flat)
+
+    def _lent(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
+        """[rows, row_bytes of that type] of the arena, if there is room."""
+        if self._device.type != "cuda":
+            return lent(self._engine, rows, row_bytes, dtype)
+        if not self._serves_now():
+            return None
+        assert self._arena is not None
+        made = self._arena.empty(rows, row_bytes)
+        return None if made is None else made.view(dtype)
+
+    def _serves_now(self) -> bool:
+        """A GPU's arena. Not a CUDA graph, whose replays would write where other results have come to lie by then: its
+        tensors are of the graph's own pool."""
+        return self._arena is not None and not torch.cuda.is_current_stream_capturing()
+
+    def dispatched(
+        self, rows: int, row_bytes: int, dtype: torch.dtype, scale_bytes: int, weight_columns: int | None, zero: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Memory for a result: [rows, row_bytes of that type], uint8 [rows, scale_bytes], fp32 [rows, weight_columns]
+        or, of None, [rows]; None for a width of 0. Payload and scales are the arena's, where rows land to stay. Where
+        it has no room they lie elsewhere, and a copy follows (copied_rows in traffic())."""
+        empty = self._pool.empty
+        x = self._lent(rows, row_bytes, dtype)
+        scales = self._lent(rows, scale_bytes) if scale_bytes and x is not None else None
+        if x is None or (scale_bytes and scales is None):
+            x = empty(rows, row_bytes, dtype)
+            scales = empty(rows, scale_bytes) if scale_bytes else None
+        weights = None
+        if weight_columns != 0:
+            weights = empty(rows, 4 * (weight_columns or 1), torch.float32, weight_columns is None)
+        if zero:
+            for made in (x, scales, weights):
+                if made is not None:
+                    made.zero_()
+        return x, scales, weights
+
+    def rows(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns], of the arena if that has room. ValueError as `row_size`."""
+        row_bytes = row_size(rows, columns, dtype)
+        made = self._lent(rows, row_bytes, dtype)
+        return self._pool.empty(rows, row_bytes, dtype) if made is None else made
+
+    def lending(self, rows: int, columns: int, dtype: torch.dtype) -> contextlib.AbstractContextManager[bool]:
+        """A context in which torch makes its tensors in the arena, where that has room for [rows, columns]: whether it
+        does. ValueError as `row_size`."""
+        num_bytes = rows * row_size(rows, columns, dtype)
+        if not self._serves_now():
+            return contextlib.nullcontext(False)
+        assert self._arena is not None
+        return self._arena.lending(num_bytes)
+
+
+def row_size(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes of a row that combine sums; ValueError for [rows, columns] of that type that are none."""
+    validation.integer("rows", rows, 0)
+    validation.integer("columns", columns, 1)
+    if dtype not in validation.SUMMABLE:
+        raise ValueError(f"dtype={dtype!r}: combine sums torch.bfloat16, torch.float16 or torch.float32; give one")
+    return columns * dtype.itemsize

@@ -18,14 +18,14 @@ from hybrid_ep import _core, env
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError, DeadlineError, ReentrantCallError
 from hybrid_ep.hardware import block_split
-from hybrid_ep.runtime import clones, devices, nvshmem, placing, results, validation
+from hybrid_ep.runtime import clones, devices, nvshmem, placing, validation
 from hybrid_ep.runtime.bootstrap import Part, Rendezvous, agree, open_segments
 from hybrid_ep.runtime.call import Call
-from hybrid_ep.runtime.device_arena import DeviceArena
 from hybrid_ep.runtime.known import Known, KnownCalls
 from hybrid_ep.runtime.metered import Metered
 from hybrid_ep.runtime.options import Options, first_recv_rows, recv_capacity
 from hybrid_ep.runtime.plan import Plan
+from hybrid_ep.runtime.results import ResultMemory
 from hybrid_ep.runtime.routing import Routing
 from hybrid_ep.runtime.tensors import dtype_of, padded_row_bytes, row_bytes
 from hybrid_ep.runtime.topology import Topology
@@ -107,9 +107,8 @@ class Session(Metered):
         self.map_width = 0  # pairs of a token in the widest routing map so far, of all ranks
         self.clone_columns: dict[bytes, clones.Columns] = {}  # of owners that were planned for
         self.capturing = self.captured = False  # a CUDA graph, now or ever
-        self.results = results.ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
+        self.results = ResultMemory(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
-        self._device_arena: DeviceArena | None = None
         self._segments, self._executor, self._arenas = self._choose_memory()
         self.shape: Any = None
         self._room: dict[str, int] = {}  # what the shape says
@@ -213,10 +212,10 @@ class Session(Metered):
         it is the child's."""
         if os.getpid() != self._pid:
             self.why_closed = self.why_closed or why
-            for kept in (self.engine, self._device_arena):
+            for kept in (self.engine, self.results.part()):
                 if kept is not None:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a destructor would call into the device
-            self.engine = self._device_arena = None
+            self.engine = None
             return
         self._closing = why, together
         self._close_when_free()
@@ -232,8 +231,8 @@ class Session(Metered):
     def _close(self, why: str, together: bool = False) -> None:
         if first := self.why_closed is None:
             self.why_closed = why
-        self.engine = self._device_arena = None
-        self.results = results.ResultPool(0)
+        self.engine = None
+        self.results.close()
         for memory in (self._arenas, self._segments) if first else ():
             if hasattr(memory, "close"):
                 memory.close(together)
@@ -290,7 +289,8 @@ class Session(Metered):
         )
         if self.engine is not None:
             self.keep_counts()
-            self.engine = self._device_arena = None
+            self.engine = None
+            self.results.part()
         o, apart = self.options, shape.total_bytes - shape.segment_bytes
         try:
             self.engine = open_segments(
@@ -307,8 +307,7 @@ class Session(Metered):
         except BaseException as error:
             self._close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
             raise
-        if self.options.device.type == "cuda" and shape.arena_bytes:
-            self._device_arena = DeviceArena(self.engine, shape.arena_bytes, self.options.device)
+        self.results.use(self.engine, shape.arena_bytes)
         if self._clock is not None:
             self.engine = self._clock.around(self.engine)
         self.shape, self._room = shape, wanted
@@ -322,45 +321,6 @@ class Session(Metered):
         """Of a buffer of this shape. None in NVSHMEM's heap: all ranks free that together, under results that live."""
         nowhere = self._executor == nvshmem.EXECUTOR and self._arenas is None
         return 0 if nowhere else self.options.arena_bytes(shape)
-
-    def _lent(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
-        """[rows, row_bytes of that type] of the arena, if there is room. Not for a CUDA graph, whose replays would
-        write where other results have come to lie by then: its tensors are of the graph's own pool."""
-        if not self.runs_on_gpu:
-            return results.lent(self.engine, rows, row_bytes, dtype)
-        if self._device_arena is None or torch.cuda.is_current_stream_capturing():
-            return None
-        lent = self._device_arena.empty(rows, row_bytes)
-        return None if lent is None else lent.view(dtype)
-
-    def dispatched(
-        self, rows: int, row_bytes: int, dtype: torch.dtype, scale_bytes: int, weight_columns: int | None, zero: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Memory for a result: [rows, row_bytes of that type], uint8 [rows, scale_bytes], fp32 [rows, weight_columns]
-        or, of None, [rows]; None for a width of 0. Payload and scales are the arena's, where rows land to stay. Where
-        it has no room they lie elsewhere, and a copy follows (copied_rows in traffic())."""
-        x = self._lent(rows, row_bytes, dtype)
-        scales = self._lent(rows, scale_bytes) if scale_bytes and x is not None else None
-        if x is None or (scale_bytes and scales is None):
-            x = self.results.empty(rows, row_bytes, dtype)
-            scales = self.results.empty(rows, scale_bytes) if scale_bytes else None
-        weights = None
-        if weight_columns != 0:
-            weights = self.results.empty(rows, 4 * (weight_columns or 1), torch.float32, weight_columns is None)
-        if zero:
-            for made in (x, scales, weights):
-                if made is not None:
-                    made.zero_()
-        return x, scales, weights
-
-    def rows(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns], of the arena if that has room."""
-        validation.integer("rows", rows, 0)
-        validation.integer("columns", columns, 1)
-        if dtype not in validation.SUMMABLE:
-            raise ValueError(f"dtype={dtype!r}: combine sums torch.bfloat16, torch.float16 or torch.float32; give one")
-        lent = self._lent(rows, columns * dtype.itemsize, dtype)
-        return self.results.empty(rows, columns * dtype.itemsize, dtype) if lent is None else lent
 
     # ---- routing
     def require_capturable(self, non_blocking: bool) -> None:

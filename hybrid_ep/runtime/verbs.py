@@ -80,7 +80,7 @@ def scatter(
         session.fit_plan(plan, row_bytes=width, scale_bytes=scale_bytes)
     rows = plan.num_recv_rows if num_permuted is None else num_permuted
     columns = 0 if not routed and weights is None else plan.num_node_experts if num_permuted is None else None
-    received, out_scale, out_weights = session.dispatched(
+    received, out_scale, out_weights = session.results.dispatched(
         rows, width, x.dtype, scale_bytes, columns, num_permuted is not None and plan.has_holes
     )
     launch = session.launch("dispatch", blocks, by_lines)

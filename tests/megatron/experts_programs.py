@@ -185,7 +185,10 @@ def layers(ep, etp, dispatcher):
         out = layer(x)[0]
         formed = partial_rows() - formed
         assert (formed > 0) == (dispatcher == "hybrid_ep" and not grouped), formed  # ours are read where they lie
+        formed = partial_rows()
         out.square().sum().backward()
+        formed = partial_rows() - formed
+        assert (formed > 0) == (dispatcher == "hybrid_ep" and not grouped), formed  # and so are their rows' gradients
         results.append((out.detach(), x.grad, layer.router.weight.grad, *weight_gradients(layer.experts)))
         megatron_patches.revert()
     assert max(difference(a, b) for a, b in zip(*results, strict=True)) < 3e-6

@@ -139,19 +139,23 @@ def one_expert_a_token(ep):
 
 
 def places():
-    """{(backend, precision, device): whether the second product is stored in registered memory}."""
-    found, inner = {}, buffers.empty_rows
-    buffers.empty_rows = lambda *shape: shape
+    """{(backend, precision, device): how the second product comes to lie in registered memory: "told", of those that
+    store there, "made", of those whose result torch makes there}."""
+    found, inner = {}, (buffers.empty_rows, buffers.registered_rows)
+    buffers.empty_rows = lambda *shape: ("told", *shape)
+    buffers.registered_rows = lambda *shape: ("made", *shape)
     for backend, precision, device in itertools.product(
         ("auto", "triton", "torch"), ("params", "fp8"), ("cpu", "cuda")
     ):
         config = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
         module = SimpleNamespace(backend=backend, precision=precision, weight2=torch.empty(2, 5, 3), config=config)
+        module._freed = lambda rows: False
         h = SimpleNamespace(device=torch.device(device), shape=(7, 3), dtype=torch.bfloat16)
-        place = experts.GroupedExperts._outputs(module, h)
-        assert place in (None, (7, 5, torch.bfloat16))
-        found[backend, precision, device] = place is not None
-    buffers.empty_rows = inner
+        out, place = experts.GroupedExperts._outputs(module, h)
+        how, *shape = place if out is None else out
+        assert tuple(shape) == ((7, 5, torch.bfloat16) if how == "told" else (7,))
+        found[backend, precision, device] = how
+    buffers.empty_rows, buffers.registered_rows = inner
     return found
 
 

@@ -159,6 +159,8 @@ class OnMachine(TorchDispatchMode):
                 moved = self.memory.empty(y.shape, y.dtype, stream, y.stride() if _dense(y) else None)
                 if of_pool:  # work on its way may still use the block: nothing is written to it out of turn
                     return moved
+                if self.memory.chosen.pool is not None:  # for the same reason
+                    self.memory.runtime.call("cudaStreamSynchronize", self.stream())
             else:
                 moved = torch.empty_like(y)
             return moved.copy_(y)

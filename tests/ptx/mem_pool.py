@@ -1,6 +1,6 @@
 """torch.cuda.MemPool on the PTX machine, as far as hybrid_ep uses it: blocks cut from segments that an allocator of the
-user's makes. A block is reused on the stream that its segment was made for and on no other, at once where only that
-stream used it, else when the events of the others have come (c10/cuda/CUDACachingAllocator.cpp)."""
+user's makes, or cudaMalloc. A block is reused on the stream that its segment was made for and on no other, at once
+where only that stream used it, else when the events of the others have come (c10/cuda/CUDACachingAllocator.cpp)."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Segment:
 class Blocks:
     """What a MemPool and the tensors of it share."""
 
-    def __init__(self, runtime, allocator: PluggableAllocator):
+    def __init__(self, runtime, allocator: PluggableAllocator | None):
         self.runtime, self.allocator = runtime, allocator
         self.lock = threading.RLock()
         self.segments: list[Segment] = []
         self.lent: dict[int, tuple[Segment, int]] = {}
         self.pending: list[tuple[int, list[int]]] = []  # address, events of the streams that still use it
-        self.is_closed = False
+        self.is_closed = self.serves = False
 
     def allocate(self, num_bytes: int, stream: int) -> int:
         size = -(-num_bytes // _GRAIN) * _GRAIN
@@ -82,7 +82,10 @@ class Blocks:
 
     def _grow(self, size: int, stream: int, small: bool) -> tuple[int, int, Segment]:
         whole = _UNIT if small else _BETWEEN if size < _LARGE else -(-size // _UNIT) * _UNIT
-        at = self.runtime.allocate_by(self.allocator.allocate_at, whole, stream)
+        if self.allocator is None:
+            at = self.runtime.made("cudaMalloc", whole)
+        else:
+            at = self.runtime.allocate_by(self.allocator.allocate_at, whole, stream)
         if not at:
             raise RuntimeError("hybrid_ep: no room in the arena (as the C++ exception says)")
         self.segments.append(Segment(at, whole, stream, small))
@@ -116,7 +119,10 @@ class Blocks:
         if self.is_closed:
             for s in [s for s in self.segments if s.is_idle]:
                 self.segments.remove(s)
-                self.allocator.free(s.at, s.size, 0, s.stream)
+                if self.allocator is None:
+                    self.runtime.status("cudaFree", s.at)
+                else:
+                    self.allocator.free(s.at, s.size, 0, s.stream)
 
 
 def classes(library, memory):
@@ -131,10 +137,13 @@ def classes(library, memory):
 
     @contextlib.contextmanager
     def use_mem_pool(pool: MemPool, device=None):
-        before, memory.chosen.pool = memory.chosen.pool, pool.blocks
+        if pool.blocks.serves:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        before, memory.chosen.pool = memory.chosen.pool, memory.chosen.pool or pool.blocks  # torch's: the outermost
+        pool.blocks.serves = True
         try:
             yield
         finally:
-            memory.chosen.pool = before
+            pool.blocks.serves, memory.chosen.pool = False, before
 
     return MemPool, use_mem_pool
