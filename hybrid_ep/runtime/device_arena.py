@@ -28,6 +28,15 @@ from hybrid_ep import _core
 _SMALL, _LARGE, _UNIT = 1 << 20, 10 << 20, 2 << 20
 _TRIES = 2  # to find room in the arena, where the pool has memory beside it
 
+# Of arenas that are gone. torch ends the process where a pool goes while the current stream is being captured, and
+# buffers go when nobody refers to them any more.
+_pools_of_the_gone: list[Any] = []
+
+
+def _let_go() -> None:
+    if _pools_of_the_gone and not torch.cuda.is_current_stream_capturing():
+        _pools_of_the_gone.clear()
+
 
 def whole_bytes(num_bytes: int) -> int:
     """The least arena that holds num_bytes and that torch's allocator takes as one segment; 0 of 0."""
@@ -49,6 +58,16 @@ class DeviceArena:
         self._stream: int | None = None  # that the arena's memory belongs to
         self._begin = 0  # its address
         self._is_lending = False
+        _let_go()
+
+    def __del__(self) -> None:
+        pool = getattr(self, "_pool", None)
+        if pool is not None:
+            _pools_of_the_gone.append(pool)
+            self._pool = None
+            del pool
+            with contextlib.suppress(Exception):  # while the interpreter ends, torch may be gone
+                _let_go()
 
     def empty(self, rows: int, row_bytes: int) -> torch.Tensor | None:
         """uint8 [rows, row_bytes], uninitialised, for work on the current stream; None where there is no room."""

@@ -139,7 +139,7 @@ def classes(library, memory):
     def use_mem_pool(pool: MemPool, device=None):
         if pool.blocks.serves:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
-        before, memory.chosen.pool = memory.chosen.pool, memory.chosen.pool or pool.blocks  # torch's: the outermost
+        before, memory.chosen.pool = memory.chosen.pool, pool.blocks  # the innermost, as in torch 2.15
         pool.blocks.serves = True
         try:
             yield

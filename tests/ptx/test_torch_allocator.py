@@ -1,0 +1,53 @@
+"""The arena of a GPU as torch's own caching allocator serves it, which tests/ptx/mem_pool.py only imitates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch_allocator
+
+
+@pytest.fixture(scope="module")
+def found():
+    if (why := torch_allocator.why_not()) is not None:
+        pytest.skip(why)
+    torch_allocator.build()
+    return torch_allocator.run(Path(__file__).with_name("torch_allocator_programs.py"))
+
+
+def test_blocks_lie_in_the_arena_until_it_is_full_and_come_back(found):
+    offsets, again, is_lent = found["blocks"]
+    assert is_lent and offsets[:8] == [2048 * n for n in range(8)] and offsets[8] == -1
+    assert again == offsets[3]
+
+
+def test_a_block_waits_for_the_streams_that_it_was_recorded_on(found):
+    elsewhere, offset, beside, later = found["other_streams"]
+    assert elsewhere == -1, "the arena is the first stream's"
+    assert beside not in (None, -1, offset) and later == offset
+
+
+def test_a_block_outlives_its_engine(found):
+    assert found["outlives_the_engine"]
+
+
+def test_what_torch_makes_while_the_arena_is_lent(found):
+    lending = found["lending"]
+    lends, output, small, large = lending["lends"]
+    assert lends and output is not None and small is large is None
+    assert lending["thread"] == [-1, None, False] and lending["inner"][:2] == [False, -1]
+    assert lending["inner"][2] is not None, "torch made it"
+    outside, block, is_empty = lending["behind"]
+    assert outside is None and block is not None and is_empty
+    assert lending["of 1"] is lending["of 17"] is False and lending["after an error"] == [True, True]
+
+
+def test_in_a_pool_of_the_callers_nothing_is_taken_for_the_arena(found):
+    inside, behind = found["within_another_pool"]
+    assert len(set(inside)) == 1, "one pool has it all"
+    assert behind == [True, True]
+
+
+def test_an_arena_may_go_while_a_graph_is_captured(found):
+    assert found["dropped_while_a_graph_is_captured"] == [16 << 20, 0]

@@ -1,0 +1,145 @@
+"""What the arena of a GPU does with torch's own allocator. Run by torch_allocator.run; the engine whose arena is
+lent is a host's, which is memory like another here."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import threading
+
+import torch
+
+from hybrid_ep import _core
+from hybrid_ep.runtime.device_arena import DeviceArena
+from hybrid_ep.testing import VirtualWorld
+
+MIB, ROOM = 1 << 20, 16
+SHIM = ctypes.CDLL(None)
+SHIM.hep_shim_bytes.restype = ctypes.c_ulonglong
+
+
+class Arena:
+    """16 MiB of an engine, and 64 MiB of another's in the place of memory of this process."""
+
+    def __init__(self):
+        world = VirtualWorld(1, 1)
+        buffers = [world.buffers(16, 1, 2, executor="host", arena_mib=mib)[0] for mib in (ROOM, 64)]
+        self.buffers, (self.engine, self.beside) = buffers, (buffer._session.engine for buffer in buffers)
+        _core.cuda.offer_memory = self.beside.offer_arena
+        self.arena = DeviceArena(self.engine, ROOM * MIB, torch.device("cuda", 0))
+
+    def at(self, x: torch.Tensor | None) -> int | None:
+        """Its offset in KiB, or None for what lies elsewhere, -1 for nothing."""
+        if x is None:
+            return -1
+        offset = x.data_ptr() - self.arena._begin
+        return offset // 1024 if 0 <= offset < ROOM * MIB else None
+
+    def take(self, mib: int) -> torch.Tensor | None:
+        return self.arena.empty(mib, MIB)
+
+
+def made(mib: int) -> torch.Tensor:
+    """By torch, with nobody's help."""
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+def blocks():
+    """(offsets of nine blocks of 2 MiB, of one more when the fourth has gone, whether the arena is lent to torch)."""
+    a = Arena()
+    held = [a.take(2) for _ in range(9)]
+    offsets = [a.at(x) for x in held]
+    held[3] = None
+    again = a.at(a.take(2))
+    return offsets, again, a.engine.arena_bytes_lent == ROOM * MIB
+
+
+def other_streams():
+    """(that another stream finds no room; the offset of a block, and of the next while a stream that it was recorded on
+    is still at work, and when it is not)."""
+    a = Arena()
+    first, other = a.take(2), torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        elsewhere = a.at(a.take(2))
+    offset = a.at(first)
+    first.record_stream(other)
+    SHIM.hep_shim_late(1)
+    del first
+    second = a.take(2)
+    beside = a.at(second)
+    SHIM.hep_shim_late(0)
+    torch.empty(1, dtype=torch.uint8, device="cuda")  # torch looks at its events
+    return elsewhere, offset, beside, a.at(a.take(2))
+
+
+def outlives_the_engine():
+    a = Arena()
+    x = a.take(2)
+    for buffer in a.buffers:
+        buffer.destroy()
+    a.engine = None
+    ctypes.memset(x.data_ptr(), 7, 2 * MIB)
+    return True
+
+
+def lending():
+    """Where things lie that torch makes in the context, and what calls in it find."""
+    a, found = Arena(), {}
+    a.take(1)
+
+    def elsewhere():
+        found["thread"] = [a.at(a.take(2)), a.at(made(2))]
+        with a.arena.lending(2 * MIB) as lends:
+            found["thread"].append(lends)
+
+    with a.arena.lending(4 * MIB) as lends:
+        output = made(4)
+        small, large = torch.empty(1000, dtype=torch.uint8, device="cuda"), made(32)
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        with a.arena.lending(2 * MIB) as inner:
+            found["inner"] = [inner, a.at(a.take(2)), a.at(made(2))]
+    found["lends"] = [lends, a.at(output), a.at(small), a.at(large)]
+    del large, output  # 32 MiB of the pool are free now, beside the arena
+    found["behind"] = [a.at(made(2)), a.at(a.take(2)), a.arena._made(64 * MIB) is None]
+    for mib in (1, 17):
+        with a.arena.lending(mib * MIB) as lends:
+            found[f"of {mib}"] = lends
+    with contextlib.suppress(ZeroDivisionError), a.arena.lending(4 * MIB):
+        raise ZeroDivisionError
+    with a.arena.lending(4 * MIB) as lends:
+        found["after an error"] = [lends, a.at(made(4)) is not None]
+    return found
+
+
+def within_another_pool():
+    """[whether a block, a fill and what torch makes while it lends lie in the arena], all with a pool of the caller's
+    around; torch's newer allocators serve the innermost pool, its older ones the outermost."""
+    a, fresh = Arena(), Arena()
+    a.take(1)
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        inside = [a.at(a.take(2)) not in (None, -1), fresh.at(fresh.take(2)) not in (None, -1)]
+        with a.arena.lending(2 * MIB) as lends:
+            inside.append(lends and a.at(made(2)) is not None)
+    behind = [arena.at(arena.take(2)) not in (None, -1) for arena in (a, fresh)]
+    return inside, behind
+
+
+def dropped_while_a_graph_is_captured():
+    """(bytes lent in the capture, when the next arena is made): torch ends the process where a pool goes there."""
+    a = Arena()
+    a.take(2)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
+        a.arena = None
+        inside = a.engine.arena_bytes_lent
+    Arena()
+    return inside, a.engine.arena_bytes_lent
+
+
+PROGRAMS = (blocks, other_streams, outlives_the_engine, lending, within_another_pool, dropped_while_a_graph_is_captured)
+
+if __name__ == "__main__":
+    torch.cuda.init()
+    print(json.dumps({program.__name__: program() for program in PROGRAMS}))
