@@ -223,6 +223,10 @@ class Engine:
     @property
     def arena_bytes_lent(self) -> int: ...
 
+    @property
+    def arena_gap(self) -> int:
+        """Bytes of the largest block to be had."""
+
     def await_weights(self, slot_expert: torch.Tensor, columns: torch.Tensor, experts: torch.Tensor | None,
                       num_blocks: int) -> None:
         """Engine::await_weights; experts: None."""

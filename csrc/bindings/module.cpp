@@ -240,6 +240,8 @@ void bind_engine(py::module_& m) {
           [](const Engine& e, bool offered) { offered ? offer_arena(e.arena().shared_from_this()) : withdraw(); },
           py::arg("offered"), "To hep_pool_allocate in this thread, until False; see runtime/arena_pool.h.")
       .def_property_readonly("arena_bytes_lent", [](const Engine& e) { return e.arena().bytes_lent(); })
+      .def_property_readonly(
+          "arena_gap", [](const Engine& e) { return e.arena().largest_gap(); }, "Bytes of the largest block to be had.")
       .def("poison", &Engine::poison, Unlocked(),
            "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)

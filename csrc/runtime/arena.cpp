@@ -50,6 +50,13 @@ uint64_t Arena::bytes_lent() const {
   return lent_;
 }
 
+uint64_t Arena::largest_gap() const {
+  std::lock_guard lock(mutex_);
+  uint64_t largest = 0;
+  for (const auto& [offset, bytes] : gaps_) largest = std::max(largest, bytes);
+  return largest;
+}
+
 void Arena::give_back(Gaps::node_type block) {
   std::lock_guard lock(mutex_);
   lent_ -= block.mapped();

@@ -21,6 +21,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // arena as it was. Giving back allocates nothing: it happens in destructors.
   std::shared_ptr<unsigned char> take(uint64_t bytes);
   uint64_t bytes_lent() const;
+  uint64_t largest_gap() const;
 
  private:
   using Gaps = std::map<uint64_t, uint64_t>;  // bytes by offset; no two of them touch

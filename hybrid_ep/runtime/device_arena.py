@@ -8,6 +8,10 @@ flag behind which peers write. So they write where the kernel itself might.
 Memory of a pool belongs to the stream that asked for it first. Here that is the stream of a buffer's first dispatch;
 calls on others find no room. A pool serves one thread at a time: while one lends the arena to torch, others find none.
 
+A CUDA graph writes its results at every replay, so they are of a pool of the graph's own, which takes from the arena
+what the capture asks for and which the graph keeps. The pool of all other results, which has the whole arena, goes
+before, if nobody holds any, and comes again with what is left.
+
 What torch makes while the arena is lent to it and does not fit goes beside the arena, into memory that the pool keeps:
 a GEMM's workspace, say. So nothing fails for want of room that has not been promised."""
 
@@ -16,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,22 +61,23 @@ class DeviceArena:
         self._engine, self._num_bytes, self._device = engine, num_bytes, device
         self._pool: Any = None
         self._stream: int | None = None  # that the arena's memory belongs to
-        self._begin = 0  # its address
+        self._span = range(0)  # addresses of the pool's part of the arena
         self._is_lending = False
+        self._captured: tuple[weakref.ref[Any], Any] | None = None  # the latest graph, and its pool
         _let_go()
 
     def __del__(self) -> None:
-        pool = getattr(self, "_pool", None)
-        if pool is not None:
-            _pools_of_the_gone.append(pool)
-            self._pool = None
-            del pool
-            with contextlib.suppress(Exception):  # while the interpreter ends, torch may be gone
-                _let_go()
+        with contextlib.suppress(Exception):  # while the interpreter ends, torch may be gone
+            _pools_of_the_gone.extend(pool for pool in (self._pool, self._captured and self._captured[1]) if pool)
+            self._pool = self._captured = None
+            _let_go()
 
     def empty(self, rows: int, row_bytes: int) -> torch.Tensor | None:
         """uint8 [rows, row_bytes], uninitialised, for work on the current stream; None where there is no room."""
         num_bytes = rows * row_bytes
+        if torch.cuda.is_current_stream_capturing():
+            made = self._of_graph(num_bytes)
+            return None if made is None else made[:num_bytes].view(rows, row_bytes)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if self._stream is None and num_bytes:
             self._stream = stream
@@ -87,7 +93,7 @@ class DeviceArena:
         """Tensors that torch makes in this thread are of the arena, if that has room for so many bytes; else, and for
         sizes that torch keeps apart from larger ones, nothing changes. Which it is."""
         # The block that is made here is free again behind it, for what is made next.
-        if num_bytes <= _SMALL or self.empty(1, num_bytes) is None:
+        if num_bytes <= _SMALL or torch.cuda.is_current_stream_capturing() or self.empty(1, num_bytes) is None:
             yield False
             return
         self._is_lending = True
@@ -101,18 +107,48 @@ class DeviceArena:
         finally:
             self._is_lending = False
 
+    def _of_graph(self, num_bytes: int) -> torch.Tensor | None:
+        """At least so many bytes for the capture under way; None where torch does not say which one that is."""
+        which = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)  # since torch 2.15
+        if which is None or not 0 < num_bytes <= self._num_bytes:
+            return None
+        graph = which()
+        if self._captured is None or self._captured[0]() is not graph:
+            if self._captured is not None:
+                _pools_of_the_gone.append(self._captured[1])
+            self._give_back()
+            self._captured = weakref.ref(graph), torch.cuda.MemPool(_allocator().allocator())
+        self._engine.offer_arena(True)
+        try:
+            return self._made(max(num_bytes, _SMALL + 1), self._captured[1])
+        finally:
+            self._engine.offer_arena(False)
+
+    def _give_back(self) -> None:
+        """Ends the pool whose results nobody holds. On a stream that no capture is of: torch lets none go elsewhere."""
+        blocks = [block for segment in self._pool.snapshot() for block in segment["blocks"]] if self._pool else []
+        if blocks and all(block["state"] == "inactive" for block in blocks):
+            with torch.cuda.stream(torch.cuda.default_stream(self._device)):
+                self._pool = self._stream = None
+
     def _fill(self) -> None:
-        """Makes a pool that has the whole arena, of the current stream; warns where torch makes none, or cuts none."""
-        why = "its allocator takes no piece of that size"
+        """Makes a pool, of the current stream, that has the arena or what graphs have left of it. Warns where torch
+        makes none, or cuts none."""
+        room = min(self._num_bytes, self._engine.arena_gap // _UNIT * _UNIT)
+        if room < _LARGE:
+            self._stream = None
+            return
+        lent, why = self._engine.arena_bytes_lent, "its allocator takes no piece of that size"
         try:
             self._pool = torch.cuda.MemPool(_allocator().allocator())
             with torch.cuda.use_mem_pool(self._pool, self._device):
                 self._engine.offer_arena(True)
                 try:
-                    self._begin = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device).data_ptr()
+                    begin = torch.empty(room, dtype=torch.uint8, device=self._device).data_ptr()
                 finally:
                     self._engine.offer_arena(False)
-            if not self._engine.arena_bytes_lent:  # whoever calls has a pool of its own, of which torch made it
+            self._span = range(begin, begin + room)
+            if self._engine.arena_bytes_lent == lent:  # the caller has a pool, of which torch made it
                 self._stream = self._pool = None
                 return
             if self._take(_SMALL + 1) is not None:
@@ -130,15 +166,15 @@ class DeviceArena:
     def _take(self, num_bytes: int) -> torch.Tensor | None:
         beside = []  # kept until the end: else torch would choose the same again
         for _ in range(_TRIES):
-            made = self._made(num_bytes)
-            if made is None or 0 <= made.data_ptr() - self._begin < self._num_bytes:
+            made = self._made(num_bytes, self._pool)
+            if made is None or made.data_ptr() in self._span:
                 return made
             beside.append(made)
         return None
 
-    def _made(self, num_bytes: int) -> torch.Tensor | None:
-        """Of the pool: in the arena, or in what lies beside it."""
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+    def _made(self, num_bytes: int, pool: Any) -> torch.Tensor | None:
+        """Of a pool: in the arena, or in what lies beside it; None where it has no room."""
+        with torch.cuda.use_mem_pool(pool, self._device):
             try:
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             except torch.OutOfMemoryError:

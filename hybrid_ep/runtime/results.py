@@ -155,16 +155,8 @@ class ResultMemory:
         """[rows, row_bytes of that type] of the arena, if there is room."""
         if self._device.type != "cuda":
             return lent(self._engine, rows, row_bytes, dtype)
-        if not self._serves_now():
-            return None
-        assert self._arena is not None
-        made = self._arena.empty(rows, row_bytes)
+        made = None if self._arena is None else self._arena.empty(rows, row_bytes)
         return None if made is None else made.view(dtype)
-
-    def _serves_now(self) -> bool:
-        """A GPU's arena. Not a CUDA graph, whose replays would write where other results have come to lie by then: its
-        tensors are of the graph's own pool."""
-        return self._arena is not None and not torch.cuda.is_current_stream_capturing()
 
     def dispatched(
         self, rows: int, row_bytes: int, dtype: torch.dtype, scale_bytes: int, weight_columns: int | None, zero: bool
@@ -197,10 +189,7 @@ class ResultMemory:
         """A context in which torch makes its tensors in the arena, where that has room for [rows, columns]: whether it
         does. ValueError as `row_size`."""
         num_bytes = rows * row_size(rows, columns, dtype)
-        if not self._serves_now():
-            return contextlib.nullcontext(False)
-        assert self._arena is not None
-        return self._arena.lending(num_bytes)
+        return contextlib.nullcontext(False) if self._arena is None else self._arena.lending(num_bytes)
 
 
 def row_size(rows: int, columns: int, dtype: torch.dtype) -> int:

@@ -101,21 +101,38 @@ def test_sums_read_single_rows_where_experts_put_them(shape, apart):
     world.close()
 
 
-def test_static_results_land_and_those_of_a_graph_do_not():
+STATIC = {"non_blocking": True, "num_permuted_tokens": 160}
+GRAPHS_SAY_WHO_THEY_ARE = hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph")
+
+
+def captured(buffer, stream, *seeds):
+    """(graph, its inputs, its results) of a dispatch for each seed, whose results but the last go as soon as their sums
+    are there: [sums, the last result]."""
+    graph, inputs = torch.cuda.CUDAGraph(), [make_inputs(dataclasses.replace(EX, seed=seed), 0) for seed in seeds]
+    given = [{k: getattr(one, k).cuda() for k in ("hidden", "topk_idx", "topk_weights")} for one in inputs]
+    torch.cuda.synchronize()
+    sums, places = [], []
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for one in given:
+            rows = buffer.dispatch_with_permute(**one, num_of_experts=4, pad_multiple=8, **STATIC)[0]
+            places.append(rows.data_ptr())
+            sums.append(rows.float().sum(dim=1))
+            if one is not given[-1]:
+                del rows
+    return graph, given, sums, rows, places
+
+
+def test_static_results_land_and_those_of_a_graph_where_it_finds_room():
+    """A graph takes at least 20 MiB of an arena, which has 10 here."""
     buffer, stream, call = dispatcher()
-    static = {"non_blocking": True, "num_permuted_tokens": 160}
     call()
-    rows, want = call(5, **static)
+    rows, want = call(5, **STATIC)
     same("static", on(stream, rows)[: len(want)], want)
     landed = copied(3, 5)
     assert buffer.traffic()["copied_rows"] == landed
     del rows
     stream.synchronize()
-    graph, ex = torch.cuda.CUDAGraph(), make_inputs(EX, 0)
-    given = {k: getattr(ex, k).cuda() for k in ("hidden", "topk_idx", "topk_weights")}
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        replayed = buffer.dispatch_with_permute(**given, num_of_experts=4, pad_multiple=8, **static)[0]
+    graph, *kept, replayed, _ = captured(buffer, stream, 3)
     later = [call(seed)[0] for seed in range(ROOM)]  # in all of it
     landed += copied(*range(ROOM))
     assert buffer.traffic()["copied_rows"] == landed
@@ -126,10 +143,42 @@ def test_static_results_land_and_those_of_a_graph_do_not():
     for seed, rows in enumerate(later):
         want = call(seed)[1]
         same(f"result {seed}", on(stream, rows)[: len(want)], want)
+    assert kept  # what the graph reads
 
 
-def test_a_graph_that_only_combines_has_no_memory_of_the_arena():
-    """Its replays would write where other results have come to lie. No call before it knew of the capture."""
+def test_results_of_a_graph_land_in_blocks_of_its_own():
+    """Two dispatches. Results that are made and held between replays stay as they are. (That torch gives the second the
+    block of the first shows in tests/ptx/test_torch_allocator.py: a graph of the PTX machine keeps its tensors.)"""
+    buffer, stream, call = dispatcher(arena_mib=64)
+    call()
+    stream.synchronize()
+    graph, given, sums, last, places = captured(buffer, stream, 3, 4)
+    counted = buffer.traffic()["copied_rows"]
+    held = [(seed, *call(seed)) for seed in range(8)]
+    assert buffer.traffic()["copied_rows"] == counted + copied(*range(8))
+    for seeds in ((3, 4), (7, 5), (6, 9)):
+        with torch.cuda.stream(stream):
+            for one, seed in zip(given, seeds, strict=True):
+                mine = make_inputs(dataclasses.replace(EX, seed=seed), 0)
+                for name, to in one.items():
+                    to.copy_(getattr(mine, name))
+            counted = buffer.traffic()["copied_rows"]
+            graph.replay()
+        stream.synchronize()
+        wanted = [expected(dataclasses.replace(EX, seed=seed)).permuted[0][0] for seed in seeds]
+        same("the last result", last.cpu()[: len(wanted[1])], wanted[1])
+        for got, want in zip(sums, wanted, strict=True):
+            assert torch.equal(got.cpu()[: len(want)], want.float().sum(dim=1))
+        now = buffer.traffic()["copied_rows"] - counted
+        assert now == copied(*seeds, lands=GRAPHS_SAY_WHO_THEY_ARE)
+        assert all(abs(rows.data_ptr() - at) >= rows.nbytes for _, rows, _ in held for at in places)
+        for seed, rows, want in held:
+            same(f"held, of {seed}", on(stream, rows), want)
+
+
+def test_a_graph_that_only_combines_has_no_memory_of_other_results():
+    """Its replays would write where they lie. Somebody holds one of them when the capture asks, so the arena stays
+    theirs. No call before it knew of the capture."""
     buffer, stream, call = dispatcher(arena_mib=16)
     call()
     with torch.cuda.stream(stream):

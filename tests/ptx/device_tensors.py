@@ -66,7 +66,10 @@ class Memory:
         return flat.view(shape) if strides is None or not count else flat.as_strided(shape, strides)
 
     def _free(self, at: int, stream: int) -> None:
-        status = ctypes.c_int()
+        status, mine = ctypes.c_int(), self.users.get(at, set()) <= {stream}
+        if at in self.of_pools and mine:  # a pool's is free at once, in a capture too
+            self.users.pop(at, None)
+            return self.of_pools.pop(at).free(at, set())
         if self.runtime.status("cudaStreamIsCapturing", stream, ctypes.byref(status)) == 0 and status.value:
             self.deferred.append((at, stream))
             return

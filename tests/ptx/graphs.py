@@ -132,15 +132,23 @@ def classes(library, memory, current_stream, stream_context, make_stream) -> tup
 
     class CUDAGraph:
         def __init__(self, keep_graph: bool = False):
-            self._recording, self._exec = None, None
+            self._recording, self._exec, self.retained = None, None, []
+
+        @staticmethod
+        def get_currently_capturing_graph():
+            if getattr(_state, "graph", None) is None:
+                raise RuntimeError("The current stream is not currently capturing.")
+            return _state.graph
 
         def capture_begin(self, pool=None, capture_error_mode: str = "global") -> None:
             handle = current_stream().cuda_stream
             library.call("cudaStreamBeginCapture", handle, _MODES[capture_error_mode])
             _state.recording = self._recording = Recording(library, handle, make_stream().cuda_stream)
+            _state.graph = self
 
         def capture_end(self) -> None:
-            _state.recording, graph, made = None, ctypes.c_uint64(), ctypes.c_uint64()
+            _state.recording = _state.graph = None
+            graph, made = ctypes.c_uint64(), ctypes.c_uint64()
             try:
                 library.call("cudaStreamEndCapture", self._recording.stream, ctypes.byref(graph))
             finally:

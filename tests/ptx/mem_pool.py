@@ -8,6 +8,8 @@ import contextlib
 import ctypes
 import threading
 
+import torch
+
 _GRAIN, _SMALL, _LARGE, _UNIT, _BETWEEN = 512, 1 << 20, 10 << 20, 2 << 20, 20 << 20
 _GARBAGE = 0xCB
 
@@ -100,6 +102,12 @@ class Blocks:
             self.pending.append((at, events))
             self._poll()
 
+    def snapshot(self) -> list[dict]:
+        """torch's, as far as it says which blocks are free."""
+        with self.lock:
+            self._poll()
+            return [{"blocks": [{"state": "inactive" if s.is_idle else "active_allocated"}]} for s in self.segments]
+
     def close(self) -> None:
         with self.lock:
             self.is_closed = True
@@ -132,7 +140,11 @@ def classes(library, memory):
         def __init__(self, allocator: PluggableAllocator | None = None):
             self.blocks = Blocks(library, allocator)
 
+        def snapshot(self):
+            return self.blocks.snapshot()
+
         def __del__(self):
+            assert not torch.cuda.is_current_stream_capturing(), "torch ends the process here"
             self.blocks.close()
 
     @contextlib.contextmanager
@@ -142,6 +154,8 @@ def classes(library, memory):
         before, memory.chosen.pool = memory.chosen.pool, pool.blocks  # the innermost, as in torch 2.15
         pool.blocks.serves = True
         try:
+            if torch.cuda.is_current_stream_capturing():
+                torch.cuda.CUDAGraph.get_currently_capturing_graph().retained.append(pool)
             yield
         finally:
             pool.blocks.serves, memory.chosen.pool = False, before

@@ -51,3 +51,22 @@ def test_in_a_pool_of_the_callers_nothing_is_taken_for_the_arena(found):
 
 def test_an_arena_may_go_while_a_graph_is_captured(found):
     assert found["dropped_while_a_graph_is_captured"] == [16 << 20, 0]
+
+
+def test_blocks_of_a_graph_are_its_own(found):
+    graphs = found["of_graphs"]
+    assert graphs["eager"] == 64, "which is given back when the capture asks"
+    assert graphs["in turn"] == [0, 3] and graphs["reused"] == [0]
+    assert graphs["behind another stream, large, too large"] == [6, 20, None] and not graphs["lends"]
+    assert graphs["lent"] == graphs["kept by the graph"] == 20 + 12
+    assert graphs["eager behind it"] == 16 and graphs["apart"]
+
+
+def test_who_comes_first_has_the_arena(found):
+    graphs = found["of_graphs"]
+    assert not graphs["while others are held"] and graphs["another graph"]
+    assert graphs["of two graphs"] == 20 + 12 + 20 and graphs["at the end"] == 0
+
+
+def test_a_graph_that_is_gone_leaves_its_blocks(found):
+    assert found["a_graph_behind_one_that_is_gone"] == 12

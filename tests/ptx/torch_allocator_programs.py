@@ -20,21 +20,20 @@ SHIM.hep_shim_bytes.restype = ctypes.c_ulonglong
 
 
 class Arena:
-    """16 MiB of an engine, and 64 MiB of another's in the place of memory of this process."""
+    """Of an engine, and 64 MiB of another's in the place of memory of this process."""
 
-    def __init__(self):
+    def __init__(self, room: int = ROOM):
         world = VirtualWorld(1, 1)
-        buffers = [world.buffers(16, 1, 2, executor="host", arena_mib=mib)[0] for mib in (ROOM, 64)]
+        buffers = [world.buffers(16, 1, 2, executor="host", arena_mib=mib)[0] for mib in (room, 64)]
         self.buffers, (self.engine, self.beside) = buffers, (buffer._session.engine for buffer in buffers)
         _core.cuda.offer_memory = self.beside.offer_arena
-        self.arena = DeviceArena(self.engine, ROOM * MIB, torch.device("cuda", 0))
+        self.arena = DeviceArena(self.engine, room * MIB, torch.device("cuda", 0))
 
     def at(self, x: torch.Tensor | None) -> int | None:
         """Its offset in KiB, or None for what lies elsewhere, -1 for nothing."""
         if x is None:
             return -1
-        offset = x.data_ptr() - self.arena._begin
-        return offset // 1024 if 0 <= offset < ROOM * MIB else None
+        return (x.data_ptr() - self.arena._span.start) // 1024 if x.data_ptr() in self.arena._span else None
 
     def take(self, mib: int) -> torch.Tensor | None:
         return self.arena.empty(mib, MIB)
@@ -103,7 +102,7 @@ def lending():
             found["inner"] = [inner, a.at(a.take(2)), a.at(made(2))]
     found["lends"] = [lends, a.at(output), a.at(small), a.at(large)]
     del large, output  # 32 MiB of the pool are free now, beside the arena
-    found["behind"] = [a.at(made(2)), a.at(a.take(2)), a.arena._made(64 * MIB) is None]
+    found["behind"] = [a.at(made(2)), a.at(a.take(2)), a.arena._made(64 * MIB, a.arena._pool) is None]
     for mib in (1, 17):
         with a.arena.lending(mib * MIB) as lends:
             found[f"of {mib}"] = lends
@@ -138,7 +137,83 @@ def dropped_while_a_graph_is_captured():
     return inside, a.engine.arena_bytes_lent
 
 
-PROGRAMS = (blocks, other_streams, outlives_the_engine, lending, within_another_pool, dropped_while_a_graph_is_captured)
+@contextlib.contextmanager
+def captured():
+    """The graph that the block is captured into."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+        yield graph
+
+
+def of_graphs():
+    """Offsets are in MiB, of the first block of each graph."""
+    a, found = Arena(64), {}
+    found["eager"] = a.engine.arena_bytes_lent // MIB if a.take(2) is not None else 0
+
+    def offsets(*blocks):
+        return [(x.data_ptr() - first) // MIB if x is not None else None for x in blocks]
+
+    with captured() as graph:
+        blocks = [a.take(3), a.take(3)]
+        first = blocks[0].data_ptr()
+        found["in turn"] = offsets(*blocks)
+        del blocks[0]
+        blocks.append(a.take(3))
+        found["reused"] = offsets(blocks[1])
+        blocks[1].record_stream(torch.cuda.Stream())
+        del blocks[1]
+        blocks += [a.take(3), a.take(12), a.take(40)]
+        found["behind another stream, large, too large"] = offsets(*blocks[1:])
+        with a.arena.lending(2 * MIB) as lends:
+            found["lends"] = lends
+    found["lent"] = a.engine.arena_bytes_lent // MIB
+    taken = [(x.data_ptr(), x.data_ptr() + x.numel()) for x in blocks if x is not None]
+    del blocks
+    torch.cuda.empty_cache()
+    found["kept by the graph"] = a.engine.arena_bytes_lent // MIB
+    eager = [x for x in (a.take(2) for _ in range(40)) if x is not None]
+    found["eager behind it"] = len(eager)
+    found["apart"] = all(x.data_ptr() >= end or x.data_ptr() + x.numel() <= at for x in eager for at, end in taken)
+    with captured() as other:
+        found["while others are held"] = a.take(2) is not None
+    del eager
+    torch.cuda.empty_cache()
+    with captured() as third:
+        found["another graph"] = a.take(2) is not None
+    found["of two graphs"] = a.engine.arena_bytes_lent // MIB
+    for one in (graph, other, third):
+        one.reset()
+    a.arena = None
+    Arena()
+    torch.cuda.empty_cache()
+    found["at the end"] = a.engine.arena_bytes_lent // MIB
+    return found
+
+
+def a_graph_behind_one_that_is_gone():
+    """(MiB lent to the second alone): the first one's pool goes, and not while the second is captured."""
+    a = Arena(64)
+    with captured() as graph:
+        x = a.take(3)
+    del x
+    graph.reset()
+    with captured():
+        y = a.take(12)
+    Arena()
+    torch.cuda.empty_cache()
+    return a.engine.arena_bytes_lent // MIB if y is not None else None
+
+
+PROGRAMS = (
+    blocks,
+    other_streams,
+    outlives_the_engine,
+    lending,
+    within_another_pool,
+    dropped_while_a_graph_is_captured,
+    of_graphs,
+    a_graph_behind_one_that_is_gone,
+)
 
 if __name__ == "__main__":
     torch.cuda.init()

@@ -170,6 +170,7 @@ def install(choices: Choices) -> Library:
     cuda.Stream, cuda.Event, torch.Stream, torch.Event = Stream, Event, Stream, Event
     cuda.ExternalStream = lambda stream_ptr, device=None: Stream(handle=stream_ptr)
     cuda.stream, cuda.current_stream = stream, current_stream
+    cuda.default_stream = lambda device=None: Stream(handle=0)
     cuda.is_available, cuda.device_count = lambda: True, lambda: choices.num_devices
     cuda.current_device = current_device
     # Each a function of its own: torch.compile keeps a table of torch's functions and will have no two names for one.
