@@ -104,15 +104,8 @@ def draw_expert_load(stem: Path, steps: list[dict[str, Any]], num_ranks: int) ->
         if layer >= num_layers:
             axes.set_visible(False)
             continue
-        image = axes.imshow(
-            share[:, layer].T,
-            aspect="auto",
-            origin="lower",
-            cmap="RdBu_r",
-            vmin=0,
-            vmax=2,
-            interpolation="nearest",
-            extent=(time[0], time[-1], -0.5, num_experts - 0.5),
+        image = plotting.share_map(
+            axes, share[:, layer].T, aspect="auto", origin="lower", extent=(time[0], time[-1], -0.5, num_experts - 0.5)
         )
         for rank in range(1, num_ranks):
             axes.axhline(rank * per_rank - 0.5, color="black", linewidth=0.8)  # on the map, not on the page
@@ -125,9 +118,7 @@ def draw_expert_load(stem: Path, steps: list[dict[str, Any]], num_ranks: int) ->
         axes.grid(visible=False)
     for axes in grid[-1]:
         axes.set_xlabel("step")
-    bar = figure.colorbar(image, ax=grid, shrink=0.85, ticks=[0, 0.5, 1, 1.5, 2], pad=0.02)
-    bar.ax.set_yticklabels(["0", "0.5", "1", "1.5", "≥ 2"])
-    bar.set_label("rows of an expert / fair share")
+    plotting.share_bar(figure, image, "rows of an expert / fair share", ax=grid, shrink=0.85, pad=0.02)
     figure.suptitle(f"Expert load: {num_experts} experts a layer, {per_rank} on each rank", fontsize=10)
     plotting.save(figure, stem)
 

@@ -39,20 +39,13 @@ def draw(stem: Path, rows: list[LayerReport], statistics: LoadStatistics, floor:
     left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
     total = statistics.total().astype(np.float64)
     share = total / np.maximum(total.mean(axis=1, keepdims=True), 1e-9)
-    image = right.imshow(
-        share,
-        aspect="auto",
-        cmap="viridis",
-        interpolation="nearest",
-        vmin=0,
-        vmax=float(np.quantile(share, 0.99)) or 1.0,
-    )
+    image = plotting.share_map(right, share, aspect="auto")
     right.grid(visible=False)
     plotting.label_ticks(left.xaxis, places, layers)
     plotting.label_ticks(right.yaxis, places, layers)
     right.xaxis.set_major_locator(plt.MaxNLocator(9, integer=True))
-    right.set(xlabel="expert", ylabel="layer", title="load of each expert / mean")
-    figure.colorbar(image, ax=right)
+    right.set(xlabel="expert", ylabel="layer")
+    plotting.share_bar(figure, image, "tokens of an expert / fair share", ax=right)
     marks = "Bars" if rows[0].exact is None else "Bars and points"
-    plotting.note(figure, f"{marks}: mean over iterations.  Colours end at the 99th percentile.")
+    plotting.note(figure, f"{marks}: mean over iterations.  Colours: all iterations together.")
     return plotting.save(figure, stem)

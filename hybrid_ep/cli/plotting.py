@@ -11,8 +11,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#57606a", "#d8dee4"
 BLUE, RED, GREEN, VIOLET = "#1b4f8a", "#c0392b", "#2e7d32", "#7b3f9e"
@@ -104,6 +107,19 @@ def _with_dark(svg: str) -> str:
 def note(figure: Figure, text: str) -> None:
     """A caption under the panels: what bars, bands and whiskers are."""
     figure.supxlabel(text, x=0.01, ha="left", fontsize=7, color=MUTED)
+
+
+def share_map(axes: Axes, share: np.ndarray, **options: Any) -> AxesImage:
+    """A map of loads over their mean, [rows, columns], as every picture has them: white at 1, blue below, red above,
+    and from 2 on one red. options: of imshow."""
+    return axes.imshow(share, cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest", **options)
+
+
+def share_bar(figure: Figure, image: AxesImage, label: str, **options: Any) -> None:
+    """The colour bar of `share_map`. options: of colorbar."""
+    bar = figure.colorbar(image, ticks=[0, 0.5, 1, 1.5, 2], **options)
+    bar.ax.set_yticklabels(["0", "0.5", "1", "1.5", "≥ 2"])
+    bar.set_label(label)
 
 
 def label_ticks(axis: Axis, places: Sequence[float], labels: Sequence[object], most: int = 12) -> None:

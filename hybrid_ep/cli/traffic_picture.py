@@ -17,13 +17,11 @@ def draw(stem: Path, sent: np.ndarray, ranks_per_node: int | None = None) -> lis
     matplotlib is missing."""
     share = sent / max(float(sent.mean()), 1e-9)
     figure, axes = _figure(sent.shape)
-    image = axes.imshow(share, cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest", aspect="equal")
+    image = plotting.share_map(axes, share, aspect="equal")
     _numbers(axes, share, "{:.2f}", abs(share - 1) > 0.6)
     _ranks(axes, sent.shape, ranks_per_node)
     axes.set(xlabel="to rank of the same group", ylabel="from rank")
-    bar = figure.colorbar(image, cax=_beside(axes), ticks=[0, 0.5, 1, 1.5, 2])
-    bar.ax.set_yticklabels(["0", "0.5", "1", "1.5", "≥ 2"])
-    bar.set_label("tokens / fair share")
+    plotting.share_bar(figure, image, "tokens / fair share", cax=_beside(axes))
     plotting.note(
         figure,
         "Tokens of all layers, each counted once for every expert that it goes to.\n"

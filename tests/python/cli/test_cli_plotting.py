@@ -11,6 +11,7 @@ from hybrid_ep.balance import report, statistics
 from hybrid_ep.cli import balance_picture, plotting, traffic_picture
 from hybrid_ep.cli.bench.plots import Point, draw
 from hybrid_ep.cli.plotting import LINES
+from recipes import plots
 
 pytest.importorskip("matplotlib")
 COLOUR = re.compile(r"(?:fill|stroke): (#[0-9a-f]{6})")
@@ -67,6 +68,19 @@ def test_a_caption_speaks_of_what_is_drawn(tmp_path):
     for spare, said in ((0, "Bars: mean over iterations"), (1, "Bars and points: mean over iterations")):
         balance_picture.draw(tmp_path / "b", report.report(stats, 4, spare_slots=spare), stats, 0.1)
         assert any(text.startswith(said) for text in texts((tmp_path / "b.svg").read_text()))
+
+
+def test_load_over_its_mean_has_one_colour_map_in_every_picture(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(plotting, "save", lambda figure, stem: kept.append(figure) or [])
+    stats = loads((1, 2))
+    balance_picture.draw(tmp_path / "b", report.report(stats, 4), stats, 0.1)
+    plots.draw_expert_load(tmp_path / "e", [{"step": n, "expert_load": [[1, 2, 3, 9]]} for n in (1, 2, 3)], 2)
+    traffic_picture.draw(tmp_path / "t", np.ones((4, 4)))
+    maps = [next(axes.images[0] for axes in figure.axes if axes.images) for figure in kept]
+    assert [(m.get_cmap().name, m.get_clim()) for m in maps] == [("RdBu_r", (0, 2))] * 3
+    bars = [[label.get_text() for label in figure.axes[-1].get_yticklabels()] for figure in kept[:2]]
+    assert bars == [["0", "0.5", "1", "1.5", "≥ 2"]] * 2
 
 
 @pytest.mark.parametrize("sources", [4, 16])
