@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import _core
+from hybrid_ep.hardware.clusters import with_article
 from hybrid_ep.runtime import nvshmem
 from hybrid_ep.runtime.bootstrap import Rendezvous
 from hybrid_ep.runtime.topology import Topology
@@ -73,8 +74,8 @@ def current() -> torch.device:
     if not found["supported"]:
         major, minor = found["capability"]
         raise ValueError(
-            f"executor='cuda' has kernels for compute capability 9.0 and 10.x; {device} is a "
-            f"{found['name']} of {major}.{minor}"
+            f"executor='cuda' has kernels for compute capability 9.0 and 10.x; {device} is "
+            f"{with_article(found['name'])} of {major}.{minor}"
         )
     return device
 

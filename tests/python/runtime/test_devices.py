@@ -294,7 +294,7 @@ def test_a_gpu_without_kernels_is_named(monkeypatch):
     monkeypatch.setattr(devices, "load", lambda: {"devices": [old], "why_none": ""})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(ValueError, match=r"capability 9\.0 and 10\.x; cuda:0 is a A100 of 8\.0"):
+    with pytest.raises(ValueError, match=r"capability 9\.0 and 10\.x; cuda:0 is an A100 of 8\.0"):
         devices.current()
 
 
