@@ -44,19 +44,11 @@ def predict(run: ClusterRun) -> str:
         step = step_time.step(job)
     except ValueError as error:
         return f"step time: no prediction ({error})"
-    hidden = f"{job.overlap:.0%} of the exchange hidden" if run.overlap else "no exchange hidden"
-    rows = ", their rows dispatched again" if run.dispatcher == "hybrid_ep" else ", their exchange too"
-    again = {
-        "none": "what is recomputed counted as free, " if run.recompute_modules else "",
-        "moe": f"experts computed twice{rows}, ",
-        "full": f"all layers computed twice{rows}, ",
-    }[job.recompute]
     return "\n".join(
         [
             f"step time: {step.seconds:.2f} s, {step.tokens_per_s_per_gpu:,.0f} tokens/s and "
-            f"{step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
-            f"{step_time.said_of_compute(job)}, {again}{hidden}, no load imbalance, nodes that differ by "
-            f"{job.cv_slow:.1%})",
+            f"{step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured); it assumes",
+            *(f"  {assumption}" for assumption in _assumed(run, job)),
             training.said_of(job),
             *_of_launches(run, step),
             *_of_precision(run),
@@ -68,6 +60,23 @@ def predict(run: ClusterRun) -> str:
             "--layouts, with the same --set",
         ]
     )
+
+
+def _assumed(run: ClusterRun, job: step_time.Job) -> list[str]:
+    """What a predicted step rests on, one assumption a line."""
+    rows = ", their rows dispatched again" if run.dispatcher == "hybrid_ep" else ", their exchange too"
+    again = {
+        "none": "what is recomputed counted as free" if run.recompute_modules else "",
+        "moe": f"experts computed twice{rows}",
+        "full": f"all layers computed twice{rows}",
+    }[job.recompute]
+    return [
+        step_time.said_of_compute(job),
+        *([again] if again else []),
+        f"{job.overlap:.0%} of the exchange hidden" if run.overlap else "no exchange hidden",
+        "no load imbalance",
+        f"nodes that differ by {job.cv_slow:.1%}",
+    ]
 
 
 def _nodes(run: ClusterRun) -> str:

@@ -239,7 +239,7 @@ def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) ->
     except ValueError as error:
         if not (args.slurm or args.dry_run or args.no_submit):
             raise
-        print(f"missing here: {error}", file=sys.stderr)  # the nodes, or another day, may have it
+        print(outputs.narrowed(f"missing here: {error}"), file=sys.stderr)  # the nodes, or another day, may have it
     return _Plan(script, config)
 
 
@@ -254,11 +254,11 @@ def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
     mounts = launch_slurm.mounts(args, folder) if args.container else None
     if args.dry_run or args.no_submit:
         for line in launch_checks.missing(run, mounts):
-            print(f"missing here: {line}", file=sys.stderr)
+            print(outputs.narrowed(f"missing here: {line}"), file=sys.stderr)
     else:
         launch_checks.require(run, mounts)
     for line in launch_checks.unseen(run, mounts):
-        print(f"not looked for: {line}", file=sys.stderr)
+        print(outputs.narrowed(f"not looked for: {line}"), file=sys.stderr)
     return _Plan(script)
 
 

@@ -156,7 +156,7 @@ def run_report(args: argparse.Namespace) -> int:
         return EXIT_OK
     sent = _sources(args, None if assumed == _ONE_EACH else ranks) if args.sources else None
     floor = report.noise_floor(loaded, ranks)
-    print(
+    _say(
         ", ".join(
             outputs.count(number, thing)
             for number, thing in (
@@ -174,9 +174,9 @@ def run_report(args: argparse.Namespace) -> int:
     print(f"sampling noise of a perfectly fair static placement: {floor:.3f}")
     if args.per_expert:
         for layer, counts in zip(loaded.layers, loaded.total().tolist(), strict=True):
-            print(f"layer {layer}: {counts}")
+            _say(f"layer {layer}: {counts}")
     if sent is not None:
-        print(sources.describe(sent))
+        _say(sources.describe(sent))
     if args.plot:
         from hybrid_ep.cli import balance_picture, traffic_picture
 
@@ -184,6 +184,12 @@ def run_report(args: argparse.Namespace) -> int:
         if sent is not None:
             outputs.say_written(traffic_picture.draw(outputs.picture(args.plot, "sources"), sent))
     return EXIT_OK
+
+
+def _say(text: str) -> None:
+    """Tables stay as they are."""
+    for line in text.splitlines():
+        print(line if line.startswith("|") else outputs.narrowed(line))
 
 
 def _ranks(args: argparse.Namespace, num_experts: int) -> tuple[int, str]:
@@ -263,7 +269,7 @@ def run_plan(args: argparse.Namespace) -> int:
     plan_file.save(args.out, plan.phy2log, loaded.layers, args.layer_updates_per_iter)
     slots = max(bounds.slots(w, args.num_slots) * args.num_slots / w.sum() - 1 if w.any() else 0.0 for w in load)
     summed, left = outputs.count(len(loaded.iterations), "iteration"), plan.imbalance()
-    print(
+    _say(
         f"{args.out}: {len(load)} layers, {args.num_slots} slots on {args.ep} ranks; imbalance by rank of loads summed "
         f"over {summed}: {left.mean():.4f} (max {left.max():.4f}, bound 0); by slot at least "
         f"{slots:.3f} in the worst layer" + (f"; slots changed: {int(plan.moved.sum())}" if args.current else "")
@@ -275,14 +281,14 @@ def run_plan(args: argparse.Namespace) -> int:
         )
     if current is not None:
         reasons = ", ".join(f"{name} {n}" for name, n in sorted(Counter(plan.stopped).items()))
-        print(
+        _say(
             f"layers by why they ended: {reasons}; a fresh plan leaves {plan.fresh.mean():.4f} "
             f"(max {plan.fresh.max():.4f})"
         )
     if args.front:
         front = placement_front(load, args.num_slots, args.ep, args.nodes, current, num_groups=args.num_groups)
         for layer, points in zip(loaded.layers, front, strict=True):
-            print(
+            _say(
                 f"layer {layer}, slots changed: imbalance  "
                 + "  ".join(f"{p.moved}: {p.imbalance:.4f}" for p in points)
             )

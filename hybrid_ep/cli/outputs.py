@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -123,19 +124,26 @@ def wrapped(line: str) -> str:
     )
 
 
-def narrowed(text: str) -> str:
-    """Lines of prose broken at 120 columns, the rest of each indented. A line with a command that is to be copied stays
-    whole, and so do words that belong together in one, --set and its value."""
-    return "\n".join(map(_narrowed, text.splitlines()))
+# A command at the end of its line, and those that a sentence holds: their words stay together, to be copied.
+_COMMAND = re.compile(r"(^(#\s+)?|: )hybrid-ep ")
+_TOGETHER = re.compile(r"--set \S+|(?:git|pip) (?:clone|install) [^,;]+")
 
 
-def _narrowed(line: str) -> str:
-    if len(line) <= WIDTH or "hybrid-ep " in line:
+def narrowed(text: str, indent: str | None = None) -> str:
+    """Lines of prose broken at 120 columns, the rest of each behind `indent`, or by two columns further in than it
+    begins. A line that ends in a command of ours stays whole, and so do words that are to be copied together: --set and
+    its value, a command that installs."""
+    return "\n".join(_narrowed(line, indent) for line in text.splitlines())
+
+
+def _narrowed(line: str, indent: str | None) -> str:
+    if len(line) <= WIDTH or _COMMAND.search(line):
         return line
-    if line.startswith("# "):
+    if line.startswith("# ") and indent is None:
         return wrapped(line)
-    words = line.replace("--set ", "--set\0")
-    broken = textwrap.wrap(words, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    words = _TOGETHER.sub(lambda found: found[0].replace(" ", "\0"), line)
+    further = " " * (len(line) - len(line.lstrip()) + 2) if indent is None else indent
+    broken = textwrap.wrap(words, WIDTH, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
     return "\n".join(broken).replace("\0", " ")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybrid_ep.cli.bench.config import require, token_sweep
 from hybrid_ep.cli.bench.routing_spec import parse_routing
+from hybrid_ep.cli.outputs import narrowed
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import crossover
 from hybrid_ep.perf.crossover import OPS, Row
@@ -70,11 +71,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _print_header(cluster: clusters.Cluster, shape: Shape) -> None:
     print("# SIMULATED: predictions of the event engine, not measurements; trips to memory are assumed, +-30 %")
-    print(
+    said = (
         f"# cluster {cluster.name}: {cluster.summary}; EP {shape.ranks} ({shape.nodes} x {shape.ranks_per_node})  "
         f"hidden {shape.hidden}  topk {shape.topk}/{shape.experts}  bf16  routing uniform; "
         "both paths without what a launch takes"
     )
+    print(narrowed(said))
     print("# beside these an operation has 1.5 times as many SMs for local work, if there are; lines go over all alike")
     print(HEADER)
 

@@ -329,7 +329,8 @@ def _print_published(
                 + ("   <- claimed" if row.num_sms == c.num_sms else "")
             )
     if permute and not kernels:
-        print(f"# {_how_to_ask(c)}")
+        for line in _how_to_ask(c):
+            _say(f"# {line}")
     found = [
         a
         for a in published.answers()
@@ -402,13 +403,14 @@ def _skew_us(shape: Shape, cluster: Cluster) -> float:
     return cluster.gpu.skew_us.value if shape.nodes > 1 else 0.0
 
 
-def _how_to_ask(c: Condition) -> str:
+def _how_to_ask(c: Condition) -> list[str]:
     if why := events.missing():
-        return f"the event engine, which runs the kernels themselves, is not here: {why}"
-    return (
-        "the event engine, which runs the kernels themselves, may say less; it takes minutes here: "
-        f"--preset {c.name} --num-sms {c.num_sms} --engine events. docs/performance_model.md has its shares"
-    )
+        return [f"the event engine, which runs the kernels themselves, is not here: {why}"]
+    return [
+        "the event engine, which runs the kernels themselves, may say less (docs/performance_model.md has its shares); "
+        "it takes minutes here:",
+        f"  hybrid-ep bench --backend sim --preset {c.name} --num-sms {c.num_sms} --engine events",
+    ]
 
 
 def _shape(c: Condition) -> Shape:

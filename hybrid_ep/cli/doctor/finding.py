@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.cli.outputs import narrowed
+
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 SKIP = "SKIP"  # there is nothing here to look at, which is right on this machine
 STATES = (OK, WARN, FAIL, SKIP)
@@ -27,8 +29,9 @@ class Finding:
     host: str = dataclasses.field(default_factory=lambda: socket.gethostname().partition(".")[0])
 
     def __str__(self) -> str:
-        line = f"{self.status:<5}{self.host}  {self.check:<15}{self.text}"
-        return line + (f"\n{'':5}{self.host}  {'':15}-> {self.remedy}" if self.remedy else "")
+        further = f"{'':5}{self.host}  {'':15}"
+        line = narrowed(f"{self.status:<5}{self.host}  {self.check:<15}{self.text}", further)
+        return line + (f"\n{further}-> {self.remedy}" if self.remedy else "")  # a remedy may be a command: whole
 
 
 def rebuild_remedy() -> str:

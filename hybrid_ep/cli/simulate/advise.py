@@ -43,13 +43,14 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         f"micro-batch, {args.precision}, recompute {names.said_of_recompute(args.recompute)}, {args.overlap:.0%} of "
         "what moves hidden"
     )
-    print("#    EP  PP  ranks/node  SMs  chunk  dtype  moves    exchange us  tokens/s/GPU  state GB  why")
+    print("#    EP  PP  ranks/node  SMs  chunk  dtype  moves    exchange us  tokens/s/GPU  state GB; below it why")
     for rank, p in enumerate(plans):
         print(
             f"{rank + 1:2d} {p.ep:5d} {p.pp:3d} {p.ranks_per_node:11d} {p.num_sms or '-':>4} {p.chunk or '-':>6}  "
             f"{p.dispatch_dtype:<6} {p.move:<8} {p.exchange_us:11.0f} {p.tokens_per_s_per_gpu:13.0f} "
-            f"{p.state_gb:9.1f}  {p.why}"
+            f"{p.state_gb:9.1f}"
         )
+        _say(f"      {p.why}")
     best = plans[0]
     yours = _yours(own, best) if own else None
     if best.move != "weights":  # of which the step model knows no job
@@ -151,8 +152,10 @@ def _yours(job: step_time.Job, best: Plan) -> dict[str, Any]:
     print(
         f"yours {job.ep:2d} {job.pp:3d} {job.shape.ranks_per_node:11d} {sms:>4} {'-':>6}  {job.dispatch_dtype:<6} "
         f"{'tokens':<8} {got.exchange_us:11.0f} {got.tokens_per_s_per_gpu:13.0f} "
-        f"{recommend.state_gb(job):9.1f}  {slower:+.1%} step time, "
-        f"{got.seconds:.2f} s with {names.dispatcher(job.dispatcher)}, TP {job.tensor}, "
+        f"{recommend.state_gb(job):9.1f}"
+    )
+    _say(
+        f"      {slower:+.1%} step time, {got.seconds:.2f} s with {names.dispatcher(job.dispatcher)}, TP {job.tensor}, "
         f"virtual stages {job.virtual_pp}, micro-batches {job.micro_batches}"
     )
     return {

@@ -199,4 +199,5 @@ def print_sources(cluster: Cluster) -> None:
     """Every number, its kind and its source."""
     print(f"# {cluster.name}: {cluster.summary}; NVLink domain of {cluster.ranks_per_node}")
     for name, q in cluster.quantities():
-        print(f"{name:<26} {q.value:>10.5g} {q.unit:<12} {q.kind:<10} {q.source}")
+        numbers = f"{name:<26} {q.value:>10.5g} {q.unit:<12} {q.kind:<10} "
+        print(outputs.narrowed(numbers + q.source, " " * len(numbers)))

@@ -226,8 +226,8 @@ def _finish(args: argparse.Namespace, grids: list, crossing: Crossing | None, en
     if args.out:
         entries = report.write(args.out, grids, crossing, environment)
         print(
-            f"# written: {args.out}, {entries} {'entry' if entries == 1 else 'entries'}; use it with "
-            f"HYBRID_EP_TUNING={args.out} or --hybrid-ep-tuning {args.out}",
+            f"# written: {args.out}\n"
+            f"# {entries} {'entry' if entries == 1 else 'entries'} for HYBRID_EP_TUNING or --hybrid-ep-tuning",
             flush=True,
         )
     else:

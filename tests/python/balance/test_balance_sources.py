@@ -62,7 +62,7 @@ def test_metrics_of_a_recipe(tmp_path, capsys):
         sources.load(path, 4)
     pytest.importorskip("matplotlib")
     assert main(["balance", "report", str(path), "--ep", "2", "--sources", "--plot", str(tmp_path / "p")]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "most 1.41 (rank 1 to rank 0 of its group), least 0.47; 52.9% stay on their rank" in said
     assert "| 0 | 0.71 | 0.47 |" in said and (tmp_path / "p" / "sources.svg").is_file()
 

@@ -27,7 +27,7 @@ def test_this_machine_is_fit(findings):
     assert {f.check for f in findings} == set(command.CHECKS)
     assert [f for f in findings if f.status == FAIL and f.check != "shared memory"] == []
     assert all(bool(f.remedy) == (f.status in (WARN, FAIL)) for f in findings)
-    text = "\n".join(map(str, findings))
+    text = " ".join(f.text for f in findings)
     assert "executor host on cpu: every sum exact" in text
     assert "loop, bfloat16" in text and "torch, bfloat16" in text
 

@@ -268,18 +268,13 @@ def test_long_prose_is_broken_and_commands_are_not():
     assert max(map(len, said[:-2])) <= outputs.WIDTH and [s[:2] for s in said[:2]] == ["st", "  "]
     assert " ".join(line.removeprefix("#").strip() for line in said[:-2]) == f"{prose} {prose}"
     for width in range(90, 130):
-        assert "--set a=1" in outputs.narrowed("y" * width + " --set a=1")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["simulate", "--recommend", "qwen3_30b_a3b", "--cluster", "gb200_nvl36", "--gpus", "32"],
-        ["bench", "--backend", "sim", "--cluster", "gb200_nvl72", "--experts", "288", "--tokens", "64"],
-        ["tune", "--backend", "sim", "--cluster", "h100_8x400g", "--tokens", "64"],
-    ],
-)
-def test_what_is_said_beside_a_table_fits_120_columns(words, capsys):
-    assert cli.main(words) == EXIT_OK
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#") and "hybrid-ep " not in line]
-    assert said and max(map(len, said)) <= outputs.WIDTH
+        for kept in ("--set a=1", "git clone https://x.y/z", "pip install --no-build-isolation 'a[b]'"):
+            assert kept in outputs.narrowed("y" * width + f" {kept}, or words")
+    said = outputs.narrowed("# prose of hybrid-ep launch " + "words " * 30 + f"\n  in {prose}").splitlines()
+    assert max(map(len, said)) <= outputs.WIDTH and [line[:4] for line in said] == [
+        "# pr",
+        "#   ",
+        "  in",
+        *["    "] * 2,
+    ]
+    assert outputs.narrowed("x " * 90, "@ ").splitlines()[1].startswith("@ x x")

@@ -374,7 +374,8 @@ def test_data_of_a_container_is_looked_for_where_it_is_mounted_from(tmp_path, ca
     def said(mounts, data):
         name = f"n{len(list((tmp_path / 'runs').glob('*')))}"
         assert main([*given, mounts, "--name", name, "--set", f"data_path={data}"]) == 0
-        return [line for line in capsys.readouterr().err.splitlines() if line.startswith(("missing", "not looked"))]
+        lines = capsys.readouterr().err.replace("\n  ", " ").splitlines()
+        return [line for line in lines if line.startswith(("missing", "not looked"))]
 
     assert said(f"/other:/data,{tmp_path}:/data/in:ro", "/data/in/d/text") == []
     assert said(f"{tmp_path}", f"{tmp_path}/d/text") == [], "a mount without TO is at its own path"
