@@ -15,6 +15,7 @@ from typing import Any
 
 from hybrid_ep.cli import names
 from hybrid_ep.hardware.clusters import with_article
+from hybrid_ep.perf import remedies
 from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES, DISPATCH_DTYPES, OVERFLOWS, Balance
 
 from . import safe_yaml
@@ -158,31 +159,25 @@ class ClusterRun:
             gpus % parts == 0,
             "num_hosts",
             self.num_hosts,
-            f"gives {gpus} GPUs, which tensor x pipeline = {parts} must divide; {self._fewest_hosts()}",
+            f"gives {gpus} GPUs, which tensor={self.tensor} x pipeline={self.pipeline} = {parts} must divide; "
+            f"{self._fewest_hosts()}",
         )
         _require(
-            model.num_experts % self.expert == 0, "expert", self.expert, f"must divide the {model.num_experts} experts"
+            model.num_experts % self.expert == 0,
+            "expert",
+            self.expert,
+            f"must divide the {model.num_experts} experts; "
+            f"{remedies.divisor('expert', self.expert, model.num_experts)}",
         )
         stage = gpus // self.pipeline
         _require(
             stage % self.expert == 0,
-            "expert",
-            self.expert,
-            f"must divide the {stage} GPUs of a pipeline stage; {self._fewest_hosts()}",
+            "num_hosts",
+            self.num_hosts,
+            f"gives {stage} GPUs a stage of pipeline={self.pipeline}, which expert={self.expert} must divide; "
+            f"{self._fewest_hosts()}",
         )
-        per_step = self.data * self.micro_batch_size
-        _require(
-            self.global_batch_size % per_step == 0,
-            "global_batch_size",
-            self.global_batch_size,
-            f"must be a multiple of data x micro_batch_size = {per_step}",
-        )
-        _require(
-            self.num_microbatches >= self.pipeline,
-            "global_batch_size",
-            self.global_batch_size,
-            f"gives {self.num_microbatches} micro-batches; {self.pipeline} stages need at least as many",
-        )
+        self._check_batch()
         _require(
             self.ranks_per_node == 0 or self.expert % self.ranks_per_node == 0,
             "ranks_per_node",
@@ -218,6 +213,22 @@ class ClusterRun:
         self._check_recompute()
         self.more_flags()
         self.stages()
+
+    def _check_batch(self) -> None:
+        per_step = self.data * self.micro_batch_size
+        _require(
+            self.global_batch_size % per_step == 0,
+            "global_batch_size",
+            self.global_batch_size,
+            f"must be a multiple of {self.data} data-parallel ranks x micro_batch_size={self.micro_batch_size} = "
+            f"{per_step}; {remedies.multiple('global_batch_size', self.global_batch_size, per_step)}",
+        )
+        _require(
+            self.num_microbatches >= self.pipeline,
+            "global_batch_size",
+            self.global_batch_size,
+            f"gives {self.num_microbatches} micro-batches; {self.pipeline} stages need at least as many",
+        )
 
     def _check_dispatch(self) -> None:
         _require(
@@ -333,7 +344,7 @@ class ClusterRun:
         stage, host = math.lcm(self.tensor, self.expert), self.hardware.gpus_per_host
         gpus = math.lcm(stage * self.pipeline, host)
         hosts = gpus // host
-        return f"{gpus} GPUs are the fewest with these sizes: --nodes {hosts} (num_hosts={hosts}), or a multiple"
+        return f"give num_hosts={hosts}, {gpus} GPUs, the fewest with these sizes, or a multiple"
 
     @property
     def num_gpus(self) -> int:

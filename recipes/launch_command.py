@@ -16,10 +16,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hybrid_ep import env
 from hybrid_ep.cli import UsageError, names, outputs
+from hybrid_ep.cli.arguments import in_flags
 from hybrid_ep.cli.parser import Parser, warn_renamed
 from hybrid_ep.cli.progress import track
 
@@ -55,6 +56,24 @@ _OF_A_NEW_RUN = (
     "no_submit",
     *launch_slurm.FLAGS,
 )
+_SET = "--set "
+# Arguments of errors by the words that give them: fields of a run by --set, those of a CPU recipe with their section.
+_ARGUMENTS = {
+    **{field.name: f"{_SET}{field.name}=" for field in dataclasses.fields(ClusterRun)},
+    **{
+        f"{section.name}.{field.name}": f"{_SET}{section.name}.{field.name}="
+        for section in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(section.default_factory)
+        for field in dataclasses.fields(cast(Any, section.default_factory))
+    },
+    **{
+        name: f"--{name.replace('_', '-')} "
+        for name in ("nodes", "tasks_per_node", "cluster", "name", "resume", *launch_slurm.FLAGS)
+    },
+    "num_hosts": "--nodes ",
+    "starts": "--max-starts ",
+    "recipe": "RECIPE ",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,13 +119,16 @@ def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
             from . import layouts
 
             watch = functools.partial(track, what="layouts")
-            print(layouts.table(resolve_cluster(args, parse_changes(args.set or [])), watch))
+            table = layouts.table(resolve_cluster(args, parse_changes(args.set or [])), watch)
+            print(outputs.narrowed(in_flags(table, _ARGUMENTS)))
             return 0
         name = args.name or f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         plan = _plan_cluster if args.recipe in CLUSTER_RECIPES else _plan_small
         return _start(plan(args, name, parse_changes(args.set or [])), args, name)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        asked = {"name": "--resume "} if args.resume is not None else {}  # a run's name has either flag
+        asked |= {key: f"{_SET}{key}=" for key in (word.partition("=")[0] for word in args.set or ())}
+        raise UsageError(in_flags(str(error), {**_ARGUMENTS, **asked})) from error
     except ModuleNotFoundError as error:
         if error.name != "yaml":
             raise
@@ -149,7 +171,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         if args.tasks_per_node is not None:
             raise ValueError(f"tasks_per_node={args.tasks_per_node}: one process a GPU; leave it out")
     elif args.layouts:
-        raise ValueError(f"layouts: {args.recipe} runs on CPUs, where memory and links decide nothing; leave it out")
+        raise ValueError(f"--layouts: {args.recipe} runs on CPUs, where memory and links decide nothing; leave it out")
     elif args.cluster is not None:
         raise ValueError(f"cluster={args.cluster!r}: {args.recipe} runs on CPUs; leave it out")
     elif args.tasks_per_node is not None and args.tasks_per_node < 1:
@@ -201,12 +223,7 @@ def resolve_small(args: argparse.Namespace, changes: dict[str, Any]) -> tuple[Ru
 def resolve_cluster(args: argparse.Namespace, changes: dict[str, Any]) -> ClusterRun:
     """A GPU recipe with its changes, checked to fit."""
     recipe = CLUSTER_RECIPES[args.recipe](args.cluster or next(iter(HARDWARE)))
-    if args.nodes is None:
-        return recipe.derive(**changes)
-    try:
-        return recipe.derive(**{"num_hosts": args.nodes, **changes})
-    except ValueError as error:
-        raise ValueError(str(error).replace(f"num_hosts={args.nodes}:", f"--nodes {args.nodes}:")) from None
+    return recipe.derive(**({} if args.nodes is None else {"num_hosts": args.nodes}), **changes)
 
 
 @dataclass(frozen=True)
@@ -239,7 +256,9 @@ def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) ->
     except ValueError as error:
         if not (args.slurm or args.dry_run or args.no_submit):
             raise
-        print(outputs.narrowed(f"missing here: {error}"), file=sys.stderr)  # the nodes, or another day, may have it
+        print(
+            outputs.narrowed(f"missing here: {in_flags(str(error), _ARGUMENTS)}"), file=sys.stderr
+        )  # the nodes, or another day, may have it
     return _Plan(script, config)
 
 

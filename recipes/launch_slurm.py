@@ -108,7 +108,7 @@ def make_job(
 ) -> sbatch.Job:
     """ValueError names what Slurm's lines cannot hold. run: of a GPU recipe; None asks for no GPU."""
     if args.container is None and (args.container_mounts or args.container_python):
-        raise ValueError("container_mounts, container_python: say something of a container; add --container IMAGE")
+        raise ValueError("--container-mounts, --container-python: say something of a container; add --container IMAGE")
     gpus = run.hardware.gpus_per_host if run else 0
     doctor = [python(args), "-m", "hybrid_ep", "doctor", *(["--require-gpu"] if run else [])]
     return sbatch.Job(

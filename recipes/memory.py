@@ -60,12 +60,24 @@ def check_fits(run: ClusterRun) -> Memory:
             if getattr(memory, name) or name != "clones"
         )
         raise ValueError(
-            f"{run.recipe} on {run.num_gpus} x {run.hardware.gpu}: a GPU of pipeline rank {memory.stage} needs "
-            f"{memory.total / 1e9:.1f} GB ({parts}), {(memory.total - budget) / 1e9:.1f} GB over the "
-            f"{budget / 1e9:.1f} GB there are (reserve {run.memory_reserve:.0%}); use more hosts, a longer pipeline, "
-            "a larger expert group or more recompute"
+            f"num_hosts={run.num_hosts}: {run.recipe} on {run.num_gpus} x {run.hardware.gpu}: a GPU of pipeline rank "
+            f"{memory.stage} needs {memory.total / 1e9:.1f} GB ({parts}), {(memory.total - budget) / 1e9:.1f} GB over "
+            f"the {budget / 1e9:.1f} GB there are (reserve {run.memory_reserve:.0%}); use {_more_hosts(run)}a longer "
+            "pipeline, a larger expert group or more recompute"
         )
     return memory
+
+
+def _more_hosts(run: ClusterRun) -> str:
+    """The fewest hosts that hold the run as it is, where up to eight times as many do; else nothing."""
+    for hosts in range(run.num_hosts + 1, 8 * run.num_hosts + 1):
+        try:
+            more = run.derive(num_hosts=hosts)
+        except ValueError:  # its sizes do not divide so many
+            continue
+        if per_gpu(more).total <= budget_bytes(more):
+            return f"num_hosts={hosts}, "
+    return ""
 
 
 def registered_bytes(run: ClusterRun) -> int:

@@ -219,7 +219,10 @@ def parse(text: str, shape: Shape, seed: int = 1) -> np.ndarray | None:
             exponent = float(argument)
         except ValueError:
             raise ValueError(f"routing={text!r}: zipf needs an exponent, as in zipf:1.2") from None
-        return zipf(shape, exponent, seed)
+        try:
+            return zipf(shape, exponent, seed)
+        except ValueError as error:
+            raise ValueError(f"routing={text!r}: {error}") from None
     if kind == "file" and argument:
         return load_file(argument, shape, seed)
     raise ValueError(f"routing={text!r}: use uniform, zipf:A or file:PATH")

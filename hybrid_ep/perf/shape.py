@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hybrid_ep.perf import remedies
+
 # Payload and scale bytes of a row, by dtype. fp8 carries one fp32 scale per 128 elements, mxfp8 one byte per 32,
 # nvfp4 one byte per 16 elements of half a byte.
 _ELEMENT = {"bf16": (2.0, 0.0), "fp8": (1.0, 4 / 128), "mxfp8": (1.0, 1 / 32), "nvfp4": (0.5, 1 / 16)}
@@ -38,11 +40,17 @@ class Shape:
         if self.ranks % self.ranks_per_node:
             raise ValueError(f"ranks_per_node={self.ranks_per_node} must divide ranks={self.ranks}")
         if self.experts < self.ranks or self.experts % self.ranks:
-            raise ValueError(f"experts={self.experts} must be a positive multiple of ranks={self.ranks}")
+            raise ValueError(
+                f"experts={self.experts} must be a positive multiple of ranks={self.ranks}; "
+                f"{remedies.multiple('experts', self.experts, self.ranks)}"
+            )
         if self.topk > self.experts:
             raise ValueError(f"topk={self.topk} must be at most experts={self.experts}")
         if self.hidden % 8:
-            raise ValueError(f"hidden={self.hidden} must be a multiple of 8, so that a row is whole 16-byte units")
+            raise ValueError(
+                f"hidden={self.hidden} must be a multiple of 8, so that a row is whole 16-byte units; "
+                f"{remedies.multiple('hidden', self.hidden, 8)}"
+            )
 
     @property
     def nodes(self) -> int:

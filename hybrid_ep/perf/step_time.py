@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import deepep_rates, efficiency, job_fields, model, peers, routing, stages
+from hybrid_ep.perf import deepep_rates, efficiency, job_fields, model, peers, remedies, routing, stages
 from hybrid_ep.perf.costs import hbm_us
 from hybrid_ep.perf.efficiency import Load
 from hybrid_ep.perf.implementations import PUBLISHED
@@ -79,12 +79,19 @@ class Job:
     def __post_init__(self) -> None:
         job_fields.check(vars(self), {"dispatcher": DISPATCHERS, "recompute": RECOMPUTE})
         if self.model.experts % self.ep:
-            raise ValueError(f"ep={self.ep} must divide the {self.model.experts} experts of {self.model.name}")
-        if self.gpus % (self.ep * self.pp):
-            raise ValueError(f"gpus={self.gpus} must be a positive multiple of ep x pp = {self.ep * self.pp}")
-        if self.gpus % (self.tensor * self.pp):
             raise ValueError(
-                f"tensor={self.tensor}: tensor x pp = {self.tensor * self.pp} must divide gpus={self.gpus}"
+                f"ep={self.ep} must divide the {self.model.experts} experts of {self.model.name}; "
+                f"{remedies.divisor('ep', self.ep, self.model.experts)}"
+            )
+        if self.gpus % (part := self.ep * self.pp):
+            raise ValueError(
+                f"gpus={self.gpus} must be a positive multiple of ep={self.ep} x pp={self.pp} = {part}; "
+                f"{remedies.multiple('gpus', self.gpus, part)}"
+            )
+        if self.gpus % (part := self.tensor * self.pp):
+            raise ValueError(
+                f"tensor={self.tensor} x pp={self.pp} = {part} must divide gpus={self.gpus}; "
+                f"{remedies.divisor('tensor', self.tensor, self.gpus // self.pp)}"
             )
         if self.dtype == "mxfp8" and not self.cluster.gpu.has_mxfp8:
             raise ValueError(f"dtype='mxfp8': {self.cluster.gpu.name} has no mxfp8 tensor cores; use fp8 or bf16")

@@ -286,8 +286,10 @@ def lengths(
     """int [iterations, ranks] tokens. cv: normal around `mean`; shortest: uniform from that share of `mean` to it."""
     if cv and shortest != 1.0:
         raise ValueError(f"cv={cv} and shortest={shortest}: give one of them")
-    if not 0 < shortest <= 1 or not 0 <= cv < 1:
-        raise ValueError(f"shortest={shortest} must be in (0, 1], cv={cv} in [0, 1)")
+    if not 0 < shortest <= 1:
+        raise ValueError(f"shortest={shortest} must be above 0 and at most 1")
+    if not 0 <= cv < 1:
+        raise ValueError(f"cv={cv} must be at least 0 and below 1")
     random = np.random.default_rng(seed)
     drawn: Sequence[float] | np.ndarray = random.uniform(shortest, 1.0, (iterations, ranks)) * mean
     if cv:

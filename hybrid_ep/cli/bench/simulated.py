@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
+from hybrid_ep.cli.arguments import in_flags
 from hybrid_ep.cli.bench import by_lines, presets, routing_spec
 from hybrid_ep.cli.bench.config import refuse_plot_of_a_point, require, token_sweep
 from hybrid_ep.cli.bench.plots import Point, draw
 from hybrid_ep.cli.bench.presets import Condition
 from hybrid_ep.cli.progress import say
 from hybrid_ep.cli.simulate import report
-from hybrid_ep.cli.simulate.request import Request
+from hybrid_ep.cli.simulate.request import ARGUMENTS, Request
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf import events, model, published
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         with outputs.for_people(args.json):
             documents = by_lines.run(args) if args.path == "latency" else [_run(*world) for world in _worlds(args)]
     except (ValueError, MemoryError) as error:
-        raise error if isinstance(error, UsageError) else UsageError(str(error)) from None
+        raise UsageError(in_flags(str(error), ARGUMENTS)) from None
     outputs.write_json(args.json, {"schema": SCHEMA, "simulated": True, "worlds": documents})
     return EXIT_OK
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs, questions
+from hybrid_ep.cli.arguments import in_flags
 from hybrid_ep.cli.bench.flags import int_list
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.cli.simulate import job as job_flags
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             if args.plot:
                 outputs.say_written(scaling.draw(tables, outputs.picture(args.plot, "scaling"), source, workers))
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(in_flags(str(error), job_flags.ARGUMENTS)) from None
     rows = [row for mode, found in tables.items() for row in scaling.as_json(mode, found)]
     outputs.write_json(
         args.json, {"schema": "hybrid_ep.scaling/1", "simulated": bool(args.simulate), "source": source, "rows": rows}

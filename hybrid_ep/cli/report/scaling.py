@@ -4,6 +4,7 @@ Weak: every GPU keeps its tokens a step. Strong: the whole job keeps them. The s
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.cli import plotting
+from hybrid_ep.perf import remedies
 
 MODES = ("weak", "strong")
 _STYLE = {"weak": (plotting.BLUE, "o"), "strong": (plotting.RED, "s")}  # the same, alone or beside the other
@@ -151,15 +153,13 @@ def draw(tables: dict[str, list[Row]], stem: Path, title: str, workers: str = "G
 def strong_micro_batches(gpus: Iterable[int], micro_batches: int) -> dict[int, int]:
     """Micro-batches of every job that keeps the smallest one's tokens. ValueError where they are no whole number."""
     sizes = sorted(gpus)
-    found = {}
-    for n in sizes:
-        if micro_batches * sizes[0] % n:
-            raise ValueError(
-                f"micro_batches={micro_batches} of {sizes[0]} GPUs cannot be dealt to {n} GPUs for strong "
-                f"scaling; give a multiple of {n // sizes[0]}, or --mode weak"
-            )
-        found[n] = micro_batches * sizes[0] // n
-    return found
+    whole = math.lcm(*(n // math.gcd(n, sizes[0]) for n in sizes))
+    if uneven := [n for n in sizes if micro_batches * sizes[0] % n]:
+        raise ValueError(
+            f"micro_batches={micro_batches} of {sizes[0]} GPUs cannot be dealt to {uneven[0]} GPUs for strong scaling; "
+            f"{remedies.multiple('micro_batches', micro_batches, whole)}, or --mode weak"
+        )
+    return {n: micro_batches * sizes[0] // n for n in sizes}
 
 
 def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:

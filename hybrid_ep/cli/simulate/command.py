@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 from hybrid_ep.cli import EXIT_OK, UsageError, names, outputs, questions
+from hybrid_ep.cli.arguments import in_flags
 from hybrid_ep.cli.parser import seed
 from hybrid_ep.cli.simulate import advise, job, latency, move, report, sweep
-from hybrid_ep.cli.simulate.request import ENGINES, EXPERTS, KERNELS, Request
+from hybrid_ep.cli.simulate.request import ARGUMENTS, ENGINES, EXPERTS, KERNELS, Request
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models
 from hybrid_ep.perf.crossover import PATHS
@@ -90,8 +91,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     does a MemoryError of the event engine, whose worlds may be too large for a machine."""
     try:
         return _run(args)
-    except (ValueError, MemoryError) as error:
-        raise UsageError(str(error)) from None
+    except ValueError as error:
+        flags = job.ARGUMENTS if args.recommend else {**ARGUMENTS, **move.ARGUMENTS}
+        raise UsageError(in_flags(str(error), flags)) from None
+    except MemoryError as error:
+        raise UsageError(f"--tokens {args.tokens}: {error}, or give fewer tokens") from None
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -67,6 +67,8 @@ _FIELDS = {
 }
 
 FLAGS = tuple(_FIELDS)
+# Of errors, as cli.arguments takes them.
+ARGUMENTS = {**{field: f"{flag} " for flag, (field, _) in _FIELDS.items()}, "gpus": "--gpus ", "cluster": "--cluster "}
 
 
 def add_flags(add: Any, of: str, besides: Collection[str] = ()) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hybrid_ep.cli.simulate.request import Request
+from hybrid_ep.hardware.clusters import with_article
 from hybrid_ep.perf import latency_events
 
 
@@ -18,6 +19,11 @@ def run(request: Request, args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--path latency: rows are bf16 and routing uniform; leave out --dtype, --routing and --load")
     if not request.num_sms:
         raise ValueError("--path latency: says what an operation takes on so many SMs; give --num-sms")
+    most = int(request.cluster.gpu.num_sms.value)
+    if request.num_sms > most:
+        raise ValueError(
+            f"--num-sms {request.num_sms}: must be at most {most}, the SMs of {with_article(request.cluster.gpu.name)}"
+        )
     shape = request.shape
     times = latency_events.measure(shape, request.cluster, num_sms=request.num_sms, seed=request.seed)
     where = "one domain" if shape.nodes == 1 else f"{shape.nodes} x {shape.ranks_per_node}"

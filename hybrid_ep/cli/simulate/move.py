@@ -12,6 +12,8 @@ from hybrid_ep.perf.weight_events import Found, Job
 
 MOVES = ("tokens", "weights", "auto")
 _ITERATIONS = 8
+# Of errors, as cli.arguments takes them, beside those of an exchange.
+ARGUMENTS = {"cv": "--length-cv ", "shortest": "--shortest ", "slices": "--slices "}
 
 
 def add_flags(group: Any) -> None:
@@ -42,6 +44,12 @@ def job_of(args: argparse.Namespace, cluster: Cluster) -> Job:
             f"{cluster.name}"
         )
     model = models.get(args.model)
+    if model.experts % ranks:
+        fitting = max(n for n in range(2, ranks) if model.experts % n == 0)
+        raise ValueError(
+            f"--ranks-per-node {ranks}: must divide the {model.experts} experts of {model.name}; give "
+            f"--ranks-per-node {fitting}"
+        )
     tokens = weight_events.lengths(
         args.tokens, ranks, _ITERATIONS, cv=args.length_cv, shortest=args.shortest, seed=args.seed
     )

@@ -17,6 +17,11 @@ from hybrid_ep.perf.shape import Shape
 ENGINES = ("auto", "events", "model")
 KERNELS = {"ours": HYBRID_EP, "published": PUBLISHED}
 EXPERTS = 256  # of a group whose ranks divide them
+# Of errors, as cli.arguments takes them.
+ARGUMENTS = {
+    name: f"--{name.replace('_', '-')} "
+    for name in ("ranks_per_node", "tokens", "hidden", "topk", "experts", "dtype", "routing", "num_sms", "chunk")
+}
 
 
 def fitting_experts(ranks: int) -> int:
@@ -62,7 +67,7 @@ class Request:
             raise ValueError(_misfit(experts, args.nodes, local))
         shape = Shape(ranks, local, args.tokens, args.hidden, args.topk, experts)
         text = f"file:{args.load}" if args.load else args.routing
-        choices = routing.parse(text, shape, args.seed)
+        choices = _choices(args, text, shape)
         traffic = routing.uniform(shape) if choices is None else routing.count(choices, shape)
         return cls(
             cluster,
@@ -85,6 +90,18 @@ class Request:
     def settled(self, tuned: Tuning) -> Request:
         """With the SMs as tuned where none were asked for."""
         return self if self.num_sms else replace(self, num_sms=tuned.num_sms)
+
+
+def _choices(args: argparse.Namespace, text: str, shape: Shape) -> np.ndarray | None:
+    """ValueError of a file names the flag that gave it."""
+    kind, _, path = text.partition(":")
+    try:
+        return routing.parse(text, shape, args.seed)
+    except ValueError as error:
+        if kind != "file" or not path:
+            raise
+        flag = f"--load {args.load}" if args.load else f"--routing {args.routing}"
+        raise ValueError(f"{flag}: {str(error).removeprefix(f'load file {path!r} ')}") from None
 
 
 def _misfit(experts: int, nodes: int, local: int) -> str:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch, names, outputs
+from hybrid_ep.cli.arguments import in_flags
 from hybrid_ep.cli.bench.config import BACKENDS, check_environment, make_config
 from hybrid_ep.cli.bench.flags import DTYPES, int_list, refuse_simulated
 from hybrid_ep.cli.parser import Parser, seed
+from hybrid_ep.cli.simulate.request import ARGUMENTS
 from hybrid_ep.cli.tune import report
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
@@ -146,7 +148,7 @@ def _predict(args: argparse.Namespace) -> int:
             for tokens in args.tokens
         ]
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(in_flags(str(error), ARGUMENTS)) from None
     title = (
         f"{cluster.name}: {cluster.summary}  EP {nodes * local} ({nodes} x {local})  hidden {args.hidden}  topk "
         f"{args.topk}/{args.experts}  {args.dtype}"

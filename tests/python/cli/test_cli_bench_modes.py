@@ -233,7 +233,7 @@ def test_rows_in_numbers_are_what_torch_has():
     (["--backend", "sim", "--engine", "events", "--op", "permute"], "--op permute with --backend sim"),
     (["--backend", "sim", "--dtype", "fp32"], "--dtype fp32 with --backend sim"),
     (["--backend", "sim", "--nodes", "0"], "--nodes 0"),
-    (["--backend", "sim", "--num-sms", "999"], "num_sms=999"),
+    (["--backend", "sim", "--num-sms", "999"], "--num-sms 999 must"),
     (["--backend", "sim", "--routing", "x"], "--routing 'x'"),
     (["--backend", "sim", "--preset", "hybrid-ep-blog", "--tokens", "7"], "--tokens (7,) says another"),
 ])  # fmt: skip

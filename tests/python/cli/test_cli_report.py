@@ -193,11 +193,21 @@ def test_a_picture_says_ranks_of_cpus_and_hides_no_line(tmp_path, monkeypatch, c
             ["--simulate", "qwen3_30b_a3b", "--gpus", "4", "--ep", "4"],
             "with EP 4, PP 1 and TP 1 are 16: give --gpus 16",
         ),
-        (["--simulate", "qwen3_30b_a3b", "--gpus", "12"], "gpus=12"),
-        (["--simulate", "qwen3_30b_a3b", "--ep", "7"], "ep=7"),
+        (
+            ["--simulate", "qwen3_30b_a3b", "--gpus", "12"],
+            "--gpus 12 must be a positive multiple of --ep 8 x --pp 1 = 8; give --gpus 8 or",
+        ),
+        (
+            ["--simulate", "qwen3_30b_a3b", "--ep", "7"],
+            "--ep 7 must divide the 128 experts of qwen3_30b_a3b; give --ep 4 or --ep 8",
+        ),
         (["--simulate", "qwen3_30b_a3b", "--micro-batches", "0"], "--micro-batches 0"),
         (["--simulate", "qwen3_30b_a3b", "--num-sms", "-1"], "--num-sms -1: must be at least 0"),
-        (["--simulate", "qwen3_30b_a3b", "--gpus", "8,1024", "--micro-batches", "32"], "give a multiple of 128"),
+        (["--simulate", "qwen3_30b_a3b", "--gpus", "8,1024", "--micro-batches", "32"], "give --micro-batches 128, or"),
+        (["--simulate", "qwen3_30b_a3b", "--gpus", "64,96"], "96 GPUs for strong scaling; give --micro-batches 30 or"),
+        (["--simulate", "qwen3_30b_a3b", "--gpus", "64", "--tensor", "7"], "give --tensor 4 or --tensor 8"),
+        (["--simulate", "qwen3_30b_a3b", "--overlap", "2"], "--overlap 2.0 must be in 0 .. 1"),
+        (["--simulate", "qwen3_30b_a3b", "--pipeline-layout", "xx"], "--pipeline-layout xx must have"),
     ],
 )
 def test_bad_input_costs_one_sentence(flags, words, capsys):

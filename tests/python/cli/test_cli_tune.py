@@ -297,7 +297,7 @@ def test_a_setting_that_changes_a_result_is_an_error_and_writes_nothing(tmp_path
             ["--backend", "sim", "--dtype", "fp8", "--latency-tokens", "9,8"],
             "--dtype fp8 with --backend sim --latency-t",
         ),
-        (["--backend", "sim", "--num-sms", "999"], "num_sms=999"),
+        (["--backend", "sim", "--num-sms", "999"], "--num-sms 999 must"),
         (["--dtype", "nvfp4"], "only the simulator"),
         (["--latency-tokens", "8,0"], "--latency-tokens 8,0: must be at least 1"),
     ],

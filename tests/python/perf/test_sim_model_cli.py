@@ -164,7 +164,7 @@ def test_sources(capsys):
     [
         (["--nodes", "0"], "--nodes 0"),
         (["--num-sms", "-1"], "--num-sms -1"),
-        (["--num-sms", "500"], "num_sms=500"),
+        (["--num-sms", "500"], "--num-sms 500 must be in 1 .. 132"),
         (
             ["--experts", "7"],
             "--experts 7: must be a positive multiple of the 8 ranks of --nodes 1 --ranks-per-node 8; "
@@ -172,16 +172,26 @@ def test_sources(capsys):
         ),
         (["--experts", "0"], "give --experts 8"),
         (["--experts", "256", "--cluster", "gb200_nvl72"], "give --experts 216, --experts 288 or --ranks-per-node 64"),
-        (["--topk", "900"], "topk=900"),
-        (["--hidden", "3"], "hidden=3"),
+        (["--topk", "900"], "--topk 900 must be at most --experts 256"),
+        (["--hidden", "3"], "--hidden 3 must"),
         (["--ranks-per-node", "9"], "NVLink domains of 8"),
-        (["--routing", "hot"], "routing='hot'"),
-        (["--chunk", "0"], "chunk=0"),
-        (["--load", "/nowhere"], "does not exist"),
+        (["--hidden", "12"], "whole 16-byte units; give --hidden 8 or --hidden 16"),
+        (["--tokens", "0"], "--tokens 0 must"),
+        (["--routing", "hot"], "--routing hot: use"),
+        (["--routing", "zipf:-1"], "--routing zipf:-1: "),
+        (["--chunk", "0"], "--chunk 0 must"),
+        (["--load", "/nowhere"], "--load /nowhere: does not exist"),
+        (["--routing", "file:/nowhere"], "--routing file:/nowhere: does not exist"),
+        (["--move", "auto", "--length-cv", "-1"], "--length-cv -1.0 must be at least 0"),
+        (["--move", "auto", "--shortest", "2"], "--shortest 2.0 must be above 0"),
+        (["--move", "auto", "--cluster", "gb200_nvl72"], "--ranks-per-node 72: must divide the 256 experts"),
+        (["--path", "latency", "--num-sms", "200"], "--num-sms 200: must be at most 132, the SMs of an H100"),
         (["--seed", "-1", "--routing", "zipf:1"], "--seed: '-1' is not an integer from 0"),
         (["--trace", "/nowhere/t.json"], "no such folder"),
         (["--load", "x", "--routing", "zipf:1"], "one of them"),
         (["--recommend", "mixtral_8x7b"], "--gpus"),
+        (["--recommend", "deepseek_v3", "--gpus", "64", "--ep", "48"], "--ep 48 must divide the 256 experts"),
+        (["--recommend", "mixtral_8x7b", "--gpus", "32", "--ep", "16"], "; give --ep 8\n"),
         (["--recommend", "deepseek_v3", "--gpus", "0"], "--gpus 0: must be at least 1"),
         (["--recommend", "deepseek_v3", "--gpus", "8"], "give --gpus 256, the nearest that fit"),
         (["--recommend", "deepseek_v3", "--gpus", "99999"], "give --gpus 99968 or --gpus 100096, the nearest"),
@@ -224,7 +234,7 @@ def test_an_empty_load_file_is_one_sentence(capsys, tmp_path):
         warnings.simplefilter("error")
         assert main([*SMALL, "--load", str(tmp_path / "load")]) == EXIT_USAGE
     error = capsys.readouterr().err
-    assert f"load file '{tmp_path / 'load'}' is empty; give 8 numbers" in error and error.count("\n") == 1
+    assert f"--load {tmp_path / 'load'}: is empty; give 8 numbers" in error and error.count("\n") == 1
 
 
 def test_every_flag_says_to_which_question_it_belongs():
@@ -240,8 +250,8 @@ def test_every_flag_says_to_which_question_it_belongs():
 def test_the_numbers_of_gpus_that_an_error_names_fit(gpus, cluster, capsys, monkeypatch):
     asked = ["simulate", "--recommend", "deepseek_v3", "--cluster", cluster, "--gpus"]
     assert main([*asked, str(gpus)]) == EXIT_USAGE
-    named = re.findall(r"--gpus (\d+)", capsys.readouterr().err)
-    assert named and str(gpus) not in named
+    wrong, *named = re.findall(r"--gpus (\d+)", capsys.readouterr().err)
+    assert named and wrong == str(gpus) not in named
     found = recommend.recommend
     monkeypatch.setattr(recommend, "recommend", lambda *a, **o: found(*a, **{**o, "watch": _first}))
     for number in named:

@@ -75,8 +75,13 @@ def test_what_does_not_fit_is_refused_with_the_number_that_is_over():
     run = CLUSTER_RECIPES["mixtral_8x7b"]("h100_8x400g").derive(num_hosts=1, pipeline=1, virtual_pipeline=1)
     over = memory.per_gpu(run).total - memory.budget_bytes(run)
     assert over > 0
-    with pytest.raises(ValueError, match=f"{over / 1e9:.1f} GB over the 72.0 GB"):
+    with pytest.raises(ValueError, match=f"{over / 1e9:.1f} GB over the 72.0 GB") as refused:
         memory.check_fits(run)
+    assert "; use a longer pipeline," in str(refused.value), "more replicas shard the optimizer alone"
+    run = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(num_hosts=1)
+    with pytest.raises(ValueError, match="num_hosts=1: qwen3_30b.*; use num_hosts=4, a longer pipeline"):
+        memory.check_fits(run)
+    assert memory.check_fits(run.derive(num_hosts=4))
 
 
 BALANCED = {"precision": "bf16", "overlap": False, "balance": "exact", "moments": "fp32", "recompute": "selective"}
@@ -173,14 +178,14 @@ def test_quantised_rows_and_static_ones_reach_the_run():
 
 
 BAD = [
-    ({"expert": 7}, "expert=7"),
+    ({"expert": 7}, "expert=7: must divide the 128 experts; give expert=4 or expert=8"),
     ({"num_hosts": 3, "expert": 16}, "expert=16"),
     (
         {"num_hosts": 1, "pipeline": 4, "expert": 8},
-        "expert=8: must divide the 2 GPUs of a pipeline stage; 32 GPUs are "
-        "the fewest with these sizes: --nodes 4 (num_hosts=4)",
+        "num_hosts=1: gives 2 GPUs a stage of pipeline=4, which expert=8 must divide; give num_hosts=4, 32 GPUs, the "
+        "fewest with these sizes, or a multiple",
     ),
-    ({"global_batch_size": 5}, "global_batch_size=5"),
+    ({"global_batch_size": 5}, "; give global_batch_size="),
     ({"precision": "mxfp8"}, "precision='mxfp8'"),
     ({"pipeline_layout": "Et|L"}, "pipeline_layout='Et|L'"),
     ({"expert": "8"}, "must be of type int"),
