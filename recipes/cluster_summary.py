@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from hybrid_ep.cli.outputs import count
 from hybrid_ep.cli.simulate.job import command_of
@@ -34,6 +35,38 @@ def describe(run: ClusterRun) -> str:
             predict(run),
         ]
     )
+
+
+def as_json(run: ClusterRun) -> dict[str, Any]:
+    """What `describe` says, for programs. step: None, with why_not, where the model cannot tell."""
+    need, job, step, why_not = memory.check_fits(run), None, None, None
+    try:
+        job = job_of(run)
+        step = step_time.step(job)
+    except ValueError as error:
+        why_not = str(error)
+    return {
+        "schema": "hybrid_ep.launch/1",
+        "simulated": True,
+        "recipe": run.recipe,
+        "cluster": run.hardware.name,
+        "nodes": run.num_hosts,
+        "gpus": run.num_gpus,
+        "parameters": run.architecture.total_params,
+        "active_parameters": run.architecture.active_params,
+        "layout": {
+            **{name: getattr(run, name) for name in layouts.FIELDS},
+            "ranks_per_domain": run.domain,
+            "data": run.data,
+            "micro_batches": run.num_microbatches,
+        },
+        "memory_bytes": {**asdict(need), "total": need.total, "budget": memory.budget_bytes(run)},
+        "step": step and asdict(step),
+        "why_not": why_not,
+        "assumes": _assumed(run, job) if job else [],
+        "candidates": [asdict(c) for c in candidates(run, job)] if job else [],
+        "same_by_another_verb": job and command_of(job, recompute=run.recompute),
+    }
 
 
 def predict(run: ClusterRun) -> str:

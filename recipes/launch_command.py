@@ -35,7 +35,7 @@ from . import (
     sbatch,
     text_files,
 )
-from .__main__ import list_recipes
+from .__main__ import described, list_recipes
 from .cluster import ClusterRun
 from .config import RunConfig
 from .hardware import HARDWARE
@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts", action="store_true", help="of a GPU recipe: print the fastest layouts that fit, and leave"
     )
+    outputs.add_json(parser)
     parser.add_argument("--nodes", type=int, help="hosts (default: the recipe's; 1 for a CPU recipe)")
     parser.add_argument("--tasks-per-node", type=int, help="ranks a host, CPU recipes only")
     names.add_cluster(parser.add_argument, f"GPUs of a GPU recipe, {next(iter(HARDWARE))} if not given", names=HARDWARE)
@@ -109,9 +110,12 @@ def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     for what the user can mend."""
     try:
         _new_spellings(args)
+        outputs.check(args)
         _check_flags(args)
         if args.list:
-            print(list_recipes(cluster=True))
+            with outputs.for_people(args.json):
+                print(list_recipes(cluster=True))
+            outputs.write_json(args.json, {"schema": "hybrid_ep.recipes/1", "recipes": described()})
             return 0
         if args.resume is not None:
             return _resume(args)
@@ -119,8 +123,10 @@ def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
             from . import layouts
 
             watch = functools.partial(track, what="layouts")
-            table = layouts.table(resolve_cluster(args, parse_changes(args.set or [])), watch)
-            print(outputs.narrowed(in_flags(table, _ARGUMENTS)))
+            table, document = layouts.table(resolve_cluster(args, parse_changes(args.set or [])), watch)
+            with outputs.for_people(args.json):
+                print(outputs.narrowed(in_flags(table, _ARGUMENTS)))
+            outputs.write_json(args.json, document)
             return 0
         name = args.name or f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         plan = _plan_cluster if args.recipe in CLUSTER_RECIPES else _plan_small
@@ -151,6 +157,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         found = [name for name in flags if (value := getattr(args, name)) is not None and value is not False]
         return " ".join("--" + name.replace("_", "-") for name in found)
 
+    predicts = args.recipe in CLUSTER_RECIPES and (args.layouts or args.dry_run)
+    if args.json is not None and not (args.list or predicts):
+        raise ValueError(
+            f"--json {args.json}: for --list, and of a GPU recipe for --layouts and --dry-run; leave it out"
+        )
     if args.list:
         if flags := given(*_OF_A_NEW_RUN, "slurm", "local", "resume").replace("--recipe", "RECIPE"):
             raise ValueError(f"--list with {flags}: lists the recipes and starts nothing; leave them out")
@@ -228,10 +239,11 @@ def resolve_cluster(args: argparse.Namespace, changes: dict[str, Any]) -> Cluste
 
 @dataclass(frozen=True)
 class _Plan:
-    """A run that could start. config: what a CPU recipe's ranks read from the folder."""
+    """A run that could start. config: what a CPU recipe's ranks read from the folder. run: a GPU recipe's."""
 
     script: str
     config: RunConfig | None = None
+    run: ClusterRun | None = None
 
 
 def _refuse_other_machines(args: argparse.Namespace, nodes: int) -> None:
@@ -278,7 +290,7 @@ def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
         launch_checks.require(run, mounts)
     for line in launch_checks.unseen(run, mounts):
         print(outputs.narrowed(f"not looked for: {line}"), file=sys.stderr)
-    return _Plan(script)
+    return _Plan(script, run=run)
 
 
 def _script_of(args: argparse.Namespace, name: str, folder: str, run: ClusterRun) -> str:
@@ -306,7 +318,10 @@ def _torchrun(ranks: int, module: list[str]) -> list[str]:
 
 def _start(plan: _Plan, args: argparse.Namespace, name: str) -> int:
     if args.dry_run:
-        print(plan.script, end="")
+        with outputs.for_people(args.json):
+            print(plan.script, end="")
+        if args.json is not None and plan.run is not None:  # beside a script that may be saved
+            outputs.write_json(args.json, cluster_summary.as_json(plan.run), functools.partial(print, file=sys.stderr))
         return 0
     if not args.no_submit:
         env.check(files=not args.container)  # the job has this environment too, a container files of its own

@@ -24,7 +24,7 @@ _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 4, 8, 16)
 _VIRTUAL = (1, 2, 4, 8)
 SEQUENCES = (1, 2, 4, 8)  # of a micro-batch
-_FIELDS = (
+FIELDS = (
     "tensor",
     "pipeline",
     "virtual_pipeline",
@@ -47,7 +47,12 @@ class Layout:
 
     def changes(self, run: ClusterRun) -> dict[str, Any]:
         """{field: value} that makes this layout of `run`."""
-        return {name: getattr(self.run, name) for name in _FIELDS if getattr(self.run, name) != getattr(run, name)}
+        return {name: getattr(self.run, name) for name in FIELDS if getattr(self.run, name) != getattr(run, name)}
+
+    def as_json(self, run: ClusterRun) -> dict[str, Any]:
+        """set: what makes it of `run`."""
+        fields = {name: getattr(self.run, name) for name in FIELDS}
+        return {"step_s": self.seconds, "need_bytes": self.need_bytes, **fields, "set": self.changes(run)}
 
     def __str__(self) -> str:
         r = self.run
@@ -91,8 +96,9 @@ def ranked(
     return sorted(found, key=order)[:most]
 
 
-def table(run: ClusterRun, watch: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> str:
-    """The fastest that fit and the run as it is, and what --set makes the first of them."""
+def table(run: ClusterRun, watch: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[str, dict[str, Any]]:
+    """The fastest that fit and the run as it is, and what --set makes the first of them: for people and for
+    programs."""
     found = ranked(run, watch=watch)
     best, room = found[0], memory.budget_bytes(run) / 1e9
     lines = [
@@ -103,9 +109,12 @@ def table(run: ClusterRun, watch: Callable[[Iterable[Any]], Iterable[Any]] = ite
         f"  {'step s':>7}{'GB':>7}{'SMs':>5}  layout",
     ]
     rows = [(layout, "") for layout in found]
+    mine, why_not = None, ""
     try:
-        rows.append((own(run), "  as it is"))
+        mine = own(run)
+        rows.append((mine, "  as it is"))
     except ValueError as error:
+        why_not = str(error)
         lines.append(f"  as it is: {error}")
     for layout, note in rows:
         num_sms = layout.run.num_sms if layout.run.expert > 1 else "-"
@@ -114,7 +123,20 @@ def table(run: ClusterRun, watch: Callable[[Iterable[Any]], Iterable[Any]] = ite
     lines.append(f"the first: {changes}" if changes else "the first is the run as it is")
     if best.run.expert == 1:
         lines.append("with EP 1 every GPU has all experts, and nothing is exchanged")
-    return "\n".join(lines)
+    document = {
+        "schema": "hybrid_ep.layouts/1",
+        "simulated": True,
+        "recipe": run.recipe,
+        "cluster": run.hardware.name,
+        "gpus": run.num_gpus,
+        "precision": run.precision,
+        "global_batch_size": run.global_batch_size,
+        "budget_bytes": memory.budget_bytes(run),
+        "layouts": [layout.as_json(run) for layout in found],
+        "as_it_is": mine and mine.as_json(run),
+        "as_it_is_why_not": why_not or None,
+    }
+    return "\n".join(lines), document
 
 
 def with_larger_micro_batches(run: ClusterRun) -> list[Layout]:

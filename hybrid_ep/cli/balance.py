@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.parser import Parser
@@ -47,6 +48,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--between", metavar="A-B", help="only iterations A to B, both included")
     parser.add_argument("--experts", type=int, help="for a routing trace whose last experts got no token")
+    outputs.add_json(parser)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,9 +108,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if metrics.is_file():  # of a run's folder, which `report scaling` takes too
         args.statistics = str(metrics)
     try:
-        return (run_report if args.balance_command == "report" else run_plan)(args)
+        with outputs.for_people(args.json):
+            document = (run_report if args.balance_command == "report" else run_plan)(args)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    outputs.write_json(args.json, document)
+    return EXIT_OK
 
 
 def _load(args: argparse.Namespace) -> LoadStatistics:
@@ -134,7 +139,8 @@ def _placement(flag: str, path: str, loaded: LoadStatistics) -> np.ndarray:
     return placed
 
 
-def run_report(args: argparse.Namespace) -> int:
+def run_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Prints the table and draws; returns what --json writes."""
     from hybrid_ep.balance import report, sources
 
     loaded = _load(args)
@@ -146,14 +152,14 @@ def run_report(args: argparse.Namespace) -> int:
         _check_divides("--ep", args.ep, "the", loaded.counts.shape[2], "experts")
     rows = report.report(loaded, ranks, placed, args.spare_slots)
     if args.layout == "tensorrt":
-        if args.sources or args.plot or args.per_expert or args.spare_slots:
+        if args.sources or args.plot or args.per_expert or args.spare_slots or args.json:
             raise ValueError("--layout tensorrt has nothing but its table: leave the other output flags out")
         if assumed:
             print(f"hybrid-ep: {outputs.count(ranks, 'rank')}: {assumed}", file=sys.stderr)
         if args.plan:  # the table is TensorRT-LLM's, word for word
             print(f"hybrid-ep: projected onto the placement of {args.plan}", file=sys.stderr)
         print(report.tensorrt_table(rows, ranks))
-        return EXIT_OK
+        return {}
     sent = _sources(args, None if assumed == _ONE_EACH else ranks) if args.sources else None
     floor = report.noise_floor(loaded, ranks)
     _say(
@@ -183,7 +189,23 @@ def run_report(args: argparse.Namespace) -> int:
         outputs.say_written(balance_picture.draw(outputs.picture(args.plot, "balance"), rows, loaded, floor))
         if sent is not None:
             outputs.say_written(traffic_picture.draw(outputs.picture(args.plot, "sources"), sent))
-    return EXIT_OK
+    return {
+        "schema": "hybrid_ep.balance-report/1",
+        "statistics": args.statistics,
+        "plan": args.plan,
+        "iterations": list(map(int, loaded.iterations)),
+        "experts": int(loaded.counts.shape[2]),
+        "ranks": int(ranks),
+        "ranks_are": assumed or "--ep",
+        "spare_slots": args.spare_slots,
+        "noise_floor": float(floor),
+        "layers": [
+            {**dataclasses.asdict(row), "tokens": tokens}
+            for row, tokens in zip(rows, loaded.total().tolist(), strict=True)
+        ],
+        "average": {name: value for name, value in dataclasses.asdict(report.average(rows)).items() if name != "layer"},
+        "sent": None if sent is None else sent.tolist(),
+    }
 
 
 def _say(text: str) -> None:
@@ -245,7 +267,8 @@ def _check_sizes(args: argparse.Namespace, experts: int) -> None:
         )
 
 
-def run_plan(args: argparse.Namespace) -> int:
+def run_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """Writes the placement and prints what is left; returns what --json writes."""
     from hybrid_ep.balance import bounds, placement_front, plan_file, plan_placement
 
     loaded = _load(args)
@@ -267,12 +290,12 @@ def run_plan(args: argparse.Namespace) -> int:
         max_moves=args.max_moves,
     )
     plan_file.save(args.out, plan.phy2log, loaded.layers, args.layer_updates_per_iter)
-    slots = max(bounds.slots(w, args.num_slots) * args.num_slots / w.sum() - 1 if w.any() else 0.0 for w in load)
+    slots = [bounds.slots(w, args.num_slots) * args.num_slots / w.sum() - 1 if w.any() else 0.0 for w in load]
     summed, left = outputs.count(len(loaded.iterations), "iteration"), plan.imbalance()
     _say(
         f"{args.out}: {len(load)} layers, {args.num_slots} slots on {args.ep} ranks; imbalance by rank of loads summed "
         f"over {summed}: {left.mean():.4f} (max {left.max():.4f}, bound 0); by slot at least "
-        f"{slots:.3f} in the worst layer" + (f"; slots changed: {int(plan.moved.sum())}" if args.current else "")
+        f"{max(slots):.3f} in the worst layer" + (f"; slots changed: {int(plan.moved.sum())}" if args.current else "")
     )
     if len(loaded.iterations) > 1:
         print(
@@ -285,6 +308,7 @@ def run_plan(args: argparse.Namespace) -> int:
             f"layers by why they ended: {reasons}; a fresh plan leaves {plan.fresh.mean():.4f} "
             f"(max {plan.fresh.max():.4f})"
         )
+    front = None
     if args.front:
         front = placement_front(load, args.num_slots, args.ep, args.nodes, current, num_groups=args.num_groups)
         for layer, points in zip(loaded.layers, front, strict=True):
@@ -292,4 +316,23 @@ def run_plan(args: argparse.Namespace) -> int:
                 f"layer {layer}, slots changed: imbalance  "
                 + "  ".join(f"{p.moved}: {p.imbalance:.4f}" for p in points)
             )
-    return EXIT_OK
+    layers: list[dict[str, Any]] = [
+        {"layer": layer, "imbalance": float(after), "by_slot_at_least": float(bound), "fresh": float(fresh)}
+        for layer, after, bound, fresh in zip(loaded.layers, left, slots, plan.fresh, strict=True)
+    ]
+    if current is not None:
+        for of_layer, moved, why in zip(layers, plan.moved, plan.stopped, strict=True):
+            of_layer |= {"moved": int(moved), "stopped": why}
+    for of_layer, points in zip(layers, front or (), strict=front is not None):
+        of_layer["front"] = [{"moved": int(p.moved), "imbalance": float(p.imbalance)} for p in points]
+    return {
+        "schema": "hybrid_ep.balance-plan/1",
+        "statistics": args.statistics,
+        "out": args.out,
+        "current": args.current,
+        "iterations": list(map(int, loaded.iterations)),
+        "ranks": args.ep,
+        "nodes": args.nodes,
+        "slots": args.num_slots,
+        "layers": layers,
+    }

@@ -164,8 +164,9 @@ def for_people(to_json: str | None) -> Iterator[None]:
         yield
 
 
-def write_json(path: str | None, document: Any) -> None:
-    """Writes the document where --json says; nothing without the flag. Call it outside of for_people."""
+def write_json(path: str | None, document: Any, show: Callable[..., None] = print) -> None:
+    """Writes the document where --json says; nothing without the flag. Call it outside of for_people. show: prints what
+    was written, of a command whose stdout is something else."""
     if path is None:
         return
     text = json.dumps(document, indent=1) + "\n"
@@ -173,7 +174,7 @@ def write_json(path: str | None, document: Any) -> None:
         sys.stdout.write(text)
     else:
         Path(path).write_text(text)
-        say_written([path])
+        say_written([path], show)
 
 
 def count(number: int, thing: str) -> str:
