@@ -8,9 +8,9 @@ next call.
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from hybrid_ep import env
 from hybrid_ep.balance import MicrobatchOptions
-from hybrid_ep.runtime import devices, topology
-from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
+from hybrid_ep.runtime import places, topology
+from hybrid_ep.runtime.bootstrap import GroupView
 from hybrid_ep.runtime.options import asked_executor
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
 _Key = tuple[dist.ProcessGroup, int, torch.dtype, int, "Settings"]
 _buffers: dict[_Key, HybridEPBuffer] = {}  # (group, hidden, dtype, experts per rank, settings) -> buffer
-# Declared ranks per node, who declared them, host names of the ranks and, on GPUs, the first rank of each one's NVLink
-# domain.
-_Places = tuple[int | None, str, list[str], list[int] | None]
-_places: dict[tuple[dist.ProcessGroup, Exchange], _Places] = {}  # by group and what its layers ask for
+_RANKS_PER_NODE = "ranks_per_node (--hybrid-ep-ranks-per-node)"
+_places: dict[dist.ProcessGroup, dict[places.Asked, places.Places]] = {}  # by group and what its layers ask for
 
 
 def get(
@@ -147,38 +145,16 @@ def num_nodes(group: dist.ProcessGroup, wanted: Settings) -> int:
     Layers ask when they are built, so that a job that cannot run ends there. Collective at the first layer of a group,
     through the group's store. ValueError when the group straddles nodes unevenly or its ranks were told different
     things, BootstrapError when ranks are missing."""
-    key = (group, wanted.exchange)
-    if key not in _places:
-        _places[key] = _find_places(group, wanted)
-    declared, origin, hosts, domains = _places[key]
-    world_ranks = dist.get_process_group_ranks(group)
-    return topology.resolve(group.rank(), hosts, declared, origin, world_ranks, domains).num_nodes
+    view, known = GroupView.of(group), _places.setdefault(group, {})
+    found = places.find(view, partial(_asked, wanted.exchange), known, "Megatron's dispatcher", _RANKS_PER_NODE)
+    return found.topology(view.rank).num_nodes
 
 
-def _find_places(group: dist.ProcessGroup, wanted: Settings) -> _Places:
-    """The same on every rank; ValueError on all of them where they differ in what they were told, or one cannot run."""
-    view = GroupView.of(group)
-    meet = Rendezvous(view, wanted.exchange.longest_wait_s)
-    try:
-        declared, origin = wanted.exchange.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
-        if declared is None:
-            declared, origin = topology.requested_ranks_per_node(None)
-        executor = asked_executor(None, view)
-        probed = devices.is_probed(executor) and declared is None
-        device = devices.current() if probed else None
-    except Exception as error:
-        meet.refuse("places", error)
-        raise
-    answers = meet.exchange(
-        "places",
-        {
-            "host": socket.gethostname(),
-            "must_agree": {"ranks_per_node (--hybrid-ep-ranks-per-node)": declared, "executor": executor},
-        },
-    )
-    agree([f["must_agree"] for f in answers], "Megatron's dispatcher")
-    domains = None if device is None else devices.probe(meet, device).domains()
-    return declared, origin, [f["host"] for f in answers], domains
+def _asked(exchange: Exchange, view: GroupView) -> places.Asked:
+    declared, origin = exchange.ranks_per_node, _RANKS_PER_NODE
+    if declared is None:
+        declared, origin = topology.requested_ranks_per_node(None)
+    return places.Asked(asked_executor(None, view), declared, origin, exchange.longest_wait_s)
 
 
 def release() -> None:

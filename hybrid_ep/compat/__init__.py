@@ -21,8 +21,8 @@ from typing import Any
 
 import hybrid_ep
 
-_BUFFER, _ELASTIC, _EVENTS, _HYBRID, _CONFIG = (
-    "compat.buffer", "compat.elastic", "compat.events", "compat.hybrid", "config",
+_BUFFER, _ELASTIC, _ENVS, _EVENTS, _HYBRID, _CONFIG = (
+    "compat.buffer", "compat.elastic", "compat.envs", "compat.events", "compat.hybrid", "config",
 )  # fmt: skip
 # Module -> what it holds -> where that comes from, below hybrid_ep.
 SERVED: dict[str, dict[str, str]] = {
@@ -35,6 +35,8 @@ SERVED: dict[str, dict[str, str]] = {
         "EventOverlap": _EVENTS,
         "HybridEPBuffer": _HYBRID,
         "HybridEpConfigInstance": _CONFIG,
+        "get_logical_domain_size": _ENVS,
+        "get_physical_domain_size": _ENVS,
         "topk_idx_t": _EVENTS,
     },
     "deep_ep.buffer": {"Buffer": _BUFFER, "Config": _EVENTS, "EventHandle": _EVENTS, "EventOverlap": _EVENTS},
@@ -42,6 +44,7 @@ SERVED: dict[str, dict[str, str]] = {
     "deep_ep.buffers.elastic": {"EPHandle": _ELASTIC, "ElasticBuffer": _ELASTIC},
     "deep_ep.buffers.legacy": {"Buffer": _BUFFER},
     "deep_ep.utils": {"EventHandle": _EVENTS, "EventOverlap": _EVENTS},
+    "deep_ep.utils.envs": {"get_logical_domain_size": _ENVS, "get_physical_domain_size": _ENVS},
     "deep_ep.utils.event": {"EventHandle": _EVENTS, "EventOverlap": _EVENTS},
     "deep_ep.hybrid_ep_buffer": {"HybridEPBuffer": _HYBRID, "indices_to_map": _HYBRID},
     # The compiled halves of deep_ep, from which some callers import directly; _C is V2's.

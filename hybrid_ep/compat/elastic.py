@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hybrid_ep.compat import hybrid
+from hybrid_ep.compat import envs, hybrid
 from hybrid_ep.compat import over_hybrid as rows
 from hybrid_ep.compat.events import EventHandle, EventOverlap, wait_for
 from hybrid_ep.compat.over_hybrid import OverHybrid
@@ -39,7 +39,7 @@ class EPHandle:
     psum_num_recv_tokens_per_expert int32 [Er]: where an expert's rows end, with its padding in a compact handle and
     without it in an expanded one.
     psum_num_recv_tokens_per_scaleup_rank int32 [ranks of a node]: sums over received tokens by the source's rank within
-    its node.
+    its node; int32 [ranks] by the source's rank without allow_hybrid_mode.
     recv_src_metadata int32 [M, K + 2]: number of the token, that is source rank x num_max_tokens_per_rank + its row
     there; row among the received; of each choice the row of the expanded result, -1 where it is another rank's (all of
     them in a compact handle).
@@ -56,7 +56,7 @@ class EPHandle:
         inner: Any,  # HybridEPBuffer's handle
         packed: torch.Tensor,
         topk_idx: torch.Tensor,
-        local_rank_size: int,
+        num_scaleup_ranks: int,
         do_expand: bool,
         expert_alignment: int,
         num_max_tokens_per_rank: int,
@@ -65,7 +65,7 @@ class EPHandle:
         counts_known: bool,
     ):
         plan = inner[9 if do_expand else 6].plan
-        self._inner, self._packed, self._plan, self._local_rank_size = inner, packed, plan, local_rank_size
+        self._inner, self._packed, self._plan, self._num_scaleup_ranks = inner, packed, plan, num_scaleup_ranks
         self.do_expand, self.num_experts, self.expert_alignment = do_expand, plan.num_experts, expert_alignment
         self.num_max_tokens_per_rank, self.num_sms = num_max_tokens_per_rank, num_sms
         self.topk_idx = topk_idx
@@ -117,8 +117,8 @@ class EPHandle:
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
         self._require_sync("psum_num_recv_tokens_per_scaleup_rank")
-        source = self._received[:, 0].long() // self.num_max_tokens_per_rank % self._local_rank_size
-        counts = source.new_zeros(self._local_rank_size).scatter_add(0, source, torch.ones_like(source))
+        source = self._received[:, 0].long() // self.num_max_tokens_per_rank % self._num_scaleup_ranks
+        counts = source.new_zeros(self._num_scaleup_ranks).scatter_add(0, source, torch.ones_like(source))
         return counts.cumsum(0, dtype=torch.int32)
 
     @cached_property
@@ -135,9 +135,10 @@ class ElasticBuffer(OverHybrid):
     use_fp8_dispatch and num_bytes have no effect on it. num_gpu_timeout_secs is the deadline of every wait.
     allow_multiple_reduction=False: sums are rounded once, at the token's own rank (fp32_partials of HybridEPBuffer's
     combine). deterministic has no effect, for rows come by source rank, then token, and sums have one order, always.
-    Nor have allow_hybrid_mode (nodes and their ranks are told apart), prefer_overlap_with_compute, sl_idx,
-    num_allocated_qps, num_cpu_timeout_secs and explicitly_destroy: destroy() may be called in any case. As everywhere,
-    HYBRID_EP_RANKS_PER_NODE says where nodes end when it is not by host.
+    Nor have prefer_overlap_with_compute, sl_idx, num_allocated_qps, num_cpu_timeout_secs and explicitly_destroy:
+    destroy() may be called in any case. allow_hybrid_mode=False changes what is said of scale-out and scale-up ranks
+    alone, (1, all ranks): rows take the same ways. As everywhere, HYBRID_EP_RANKS_PER_NODE says where nodes end when it
+    is not by NVLink domain or host.
 
     NotImplementedError for num_cpu_bytes and for what is not expert parallelism: Engram, pipeline send and receive,
     all-gather sessions."""
@@ -182,7 +183,7 @@ class ElasticBuffer(OverHybrid):
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.num_allocated_qps, self.explicitly_destroy = num_allocated_qps or 1, explicitly_destroy
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
-        self.scaleout_rank_idx, self.scaleup_rank_idx = self._hybrid.node_rank, self._hybrid.local_rank
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
 
     # ---- what is asked of it
@@ -214,8 +215,8 @@ class ElasticBuffer(OverHybrid):
         return self._hybrid.num_of_nodes, self.num_ranks // self._hybrid.num_of_nodes
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """(nodes, ranks of a node)."""
-        return self.get_physical_domain_size()
+        """(nodes, ranks of a node); without allow_hybrid_mode (1, all ranks)."""
+        return envs.logical(self.get_physical_domain_size(), self.allow_hybrid_mode)
 
     def get_theoretical_num_sms(
         self,
