@@ -33,6 +33,7 @@ class EPHandle:
     token, Er local experts, M received tokens, and A = expert_alignment:
 
     do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch. topk_idx int64 [T, K].
+    Where ranks gave different num_max_tokens_per_rank, numbers of tokens and sums by their ranks below are void.
     num_recv_tokens, num_expanded_tokens: rows of a compact and of an expanded result; without do_cpu_sync limits.
     num_recv_tokens_per_expert_list: [Er], rounded up to A; without do_cpu_sync empty.
     num_unaligned_recv_tokens_per_expert int32 [Er].
@@ -199,8 +200,8 @@ class ElasticBuffer(OverHybrid):
     ) -> int:
         """Bytes, a multiple of 2 MiB: of all ranks' tokens as bf16 rows of this rank. It grows with tokens, hidden and
         topk, for callers that compare it with num_bytes of a buffer they have; HybridEPBuffer.memory_report() says what
-        is registered. The flags have no effect."""
-        tokens = validation.integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 1)
+        is registered. 0 tokens, of a rank that has none, count as 1. The flags have no effect."""
+        tokens = validation.integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0) or 1
         hidden = validation.integer("hidden", hidden, 1)
         topk = validation.integer("num_topk", num_topk, 0) or _MOST_TOPK
         return _up(GroupView.of(group).size * tokens * (2 * hidden + 8 * topk + 16), _PAGE)
@@ -397,9 +398,11 @@ class ElasticBuffer(OverHybrid):
 
     # ---- how they work
     def _most_tokens(self, given: int | None, x: torch.Tensor) -> int:
-        most = (
-            self.num_max_tokens_per_rank if given is None else validation.integer("num_max_tokens_per_rank", given, 1)
-        )
+        most = self.num_max_tokens_per_rank
+        if given is not None and (validation.integer("num_max_tokens_per_rank", given, 0) or len(x)):
+            most = given
+        elif given is not None:  # a caller that gives the rows of x, on a rank without any
+            return max(most, 1)
         if most < len(x) or most < 1:
             raise ValueError(
                 f"num_max_tokens_per_rank={most} but x has {len(x)} rows; give the largest number of any rank, the "
@@ -422,7 +425,7 @@ class ElasticBuffer(OverHybrid):
                 f"handle and {name} are given; a handle stands for its routing and its counts: leave it out"
             )
         for name, given in (
-            ("num_experts", experts), ("num_max_tokens_per_rank", most), ("expert_alignment", alignment),
+            ("num_experts", experts), ("num_max_tokens_per_rank", most or None), ("expert_alignment", alignment),
         ):  # fmt: skip
             if given is not None and given != getattr(handle, name):
                 raise ValueError(f"{name}={given} but the handle's dispatch had {getattr(handle, name)}; leave it out")

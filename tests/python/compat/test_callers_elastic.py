@@ -352,6 +352,29 @@ def test_size_hints_grow_with_what_they_are_for():
     assert hint(world.groups[0], 64, 1024, 32) == one > hint(world.groups[0], 64, 1024, 2) - 1
 
 
+def test_a_rank_without_tokens_may_count_its_own(two_by_two):
+    """Callers that give the rows of x as num_max_tokens_per_rank, as Megatron-LM does, give 0 where there are none."""
+    world, buffers = two_by_two
+    tokens = (2, 0, 3, 0)
+    hint = ElasticBuffer.get_buffer_size_hint
+    assert hint(world.groups[0], 0, HIDDEN) == hint(world.groups[0], 1, HIDDEN) > 0
+
+    def work(rank, _):
+        idx, x = routing(rank, tokens[rank], 4 * LOCAL, TOPK)[0], integers(rank, tokens[rank], HIDDEN)
+        for expand in (False, True):
+            rows, *_, handle, _ = buffers[rank][0].dispatch(
+                x, idx, num_experts=4 * LOCAL, num_max_tokens_per_rank=tokens[rank], do_expand=expand
+            )
+            again = buffers[rank][0].dispatch(x, handle=handle, do_expand=expand, num_max_tokens_per_rank=0)[0]
+            assert torch.equal(rows, again) and handle.num_max_tokens_per_rank == (tokens[rank] or MOST)
+            assert len(buffers[rank][0].combine(rows, handle)[0]) == tokens[rank]
+        if tokens[rank]:
+            with pytest.raises(ValueError, match=f"num_max_tokens_per_rank=0 but x has {tokens[rank]} rows"):
+                buffers[rank][0].dispatch(x, idx, num_experts=4 * LOCAL, num_max_tokens_per_rank=0)
+
+    world.run(work)
+
+
 def test_events_release_and_call_back():
     said = []
     event = EventOverlap(EventHandle())

@@ -1,8 +1,9 @@
 """The calls that other projects make of deep_ep, in their order and with their arguments, written anew as facts.
 
 Read at: torchtitan b5bcd76 (hybridep) and 0e25651 (deepep, before it moved to ElasticBuffer), NeMo Automodel 36044ad,
-xtuner b934f46. Megatron Bridge 067f987 and verl b178a3c reach deep_ep only through Megatron-Core, whose own code
-test_callers_megatron.py runs. Every layer here has a known answer, forward and backward: see callers.py."""
+xtuner b934f46, Megatron-LM's branch dev d48bd6be (deepepv2). Megatron Bridge 067f987 and verl b178a3c reach deep_ep
+only through Megatron-Core, whose own code test_callers_megatron.py runs. Every layer here has a known answer, forward
+and backward: see callers.py."""
 
 from __future__ import annotations
 
@@ -321,5 +322,111 @@ def test_unequal_counts_need_no_padding_but_may_have_it(world):
         out = buffer.combine_with_unpermute(hidden=many[0], handle=many[4])[0]
         assert torch.equal(out[: len(x)], buffer.combine_with_unpermute(hidden=few[0], handle=few[4])[0])
         assert not out[len(x) :].any()
+
+    world.run(work)
+
+
+class ElasticLayer(torch.autograd.Function):
+    """Megatron-LM's deepepv2: dispatch; backward: combine with the gradient of the weights."""
+
+    @staticmethod
+    def forward(ctx, x, idx, weights, call):
+        recv, recv_idx, recv_weights, handle, event = call.buffer.dispatch(
+            x,
+            topk_idx=idx,
+            topk_weights=weights,
+            num_experts=EXPERTS,
+            num_max_tokens_per_rank=len(x),
+            expert_alignment=call.alignment,
+            num_sms=call.num_sms,
+            **call.events(),
+        )
+        call.wait(event)
+        ctx.call, ctx.handle = call, handle
+        counts = torch.tensor(handle.num_recv_tokens_per_expert_list)
+        ctx.mark_non_differentiable(recv_idx, counts)
+        return recv, recv_idx, recv_weights, counts, handle
+
+    @staticmethod
+    def backward(ctx, grad, _, grad_weights, *__):
+        options = {"handle": ctx.handle, "topk_weights": grad_weights.float(), "num_sms": ctx.handle.num_sms}
+        out, out_weights, event = ctx.call.buffer.combine(grad.contiguous(), **options, **ctx.call.events())
+        ctx.call.wait(event)
+        return out, None, out_weights, None
+
+
+class ElasticCombine(torch.autograd.Function):
+    """Its combine; backward: a dispatch by the handle."""
+
+    @staticmethod
+    def forward(ctx, x, call, handle):
+        ctx.call, ctx.handle = call, handle
+        out, weights, event = call.buffer.combine(x, handle=handle, num_sms=call.num_sms, **call.events())
+        call.wait(event)
+        assert weights is None
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        options = {"handle": ctx.handle, "num_sms": ctx.handle.num_sms}
+        out, idx, weights, handle, event = ctx.call.buffer.dispatch(grad.contiguous(), **options, **ctx.call.events())
+        ctx.call.wait(event)
+        assert idx is not None and weights is None and handle is ctx.handle
+        return out, None, None
+
+
+class ElasticCaller:
+    """The buffer of a rank, and how it is asked for: by this rank's own number of tokens."""
+
+    def __init__(self, group, is_async, alignment, num_sms):
+        self.group, self.is_async, self.alignment, self.num_sms = group, is_async, alignment, num_sms
+        self.buffer = None
+
+    def get_buffer(self, tokens):
+        from deep_ep import ElasticBuffer
+
+        shape = {"num_max_tokens_per_rank": tokens, "hidden": HIDDEN, "num_topk": TOPK}
+        num_bytes = ElasticBuffer.get_buffer_size_hint(self.group, **shape)
+        if (
+            self.buffer is None
+            or self.buffer.group != self.group
+            or self.buffer.num_bytes < num_bytes
+            or self.buffer.num_max_tokens_per_rank < tokens
+        ):
+            self.buffer = ElasticBuffer(self.group, num_bytes=num_bytes, **shape)
+
+    def events(self):
+        return {
+            "previous_event": self.buffer.capture() if self.is_async else None,
+            "async_with_compute_stream": self.is_async,
+            "allocate_on_comm_stream": self.is_async,
+        }
+
+    def wait(self, event):
+        if self.is_async:
+            event.current_stream_wait()
+
+
+@pytest.mark.parametrize(
+    ("is_async", "alignment", "num_sms"), [(False, 1, 0), (True, 16, 24), (False, 128, 1)], ids=lambda x: str(x)
+)
+def test_megatrons_elastic_buffer(world, is_async, alignment, num_sms):
+    """Ranks with different numbers of tokens, one with none, all of which outgrow their buffers in the second step."""
+
+    def work(rank, group):
+        call = ElasticCaller(group, is_async, alignment, num_sms)
+
+        def layer(x, idx, weights):
+            call.get_buffer(len(x))
+            recv, recv_idx, recv_weights, counts, handle = ElasticLayer.apply(x, idx, weights, call)
+            true = torch.stack([(recv_idx == e).sum() for e in range(LOCAL)])
+            assert torch.equal(counts, (true + alignment - 1) // alignment * alignment)
+            return ElasticCombine.apply(experts_of_choices(recv, recv_idx, recv_weights, rank * LOCAL), call, handle)
+
+        buffers = []
+        for step, tokens in enumerate((TOKENS[rank], TOKENS[rank] + 3, 0, TOKENS[rank] + 1)):
+            check_layer(layer, *layer_inputs(10 * step + rank, tokens, EXPERTS, TOPK, HIDDEN))
+            buffers.append(call.buffer)
+        assert buffers[0] is not buffers[1] and buffers[1] is buffers[2] is buffers[3]
 
     world.run(work)
