@@ -205,3 +205,18 @@ def test_gpus_are_told_apart_by_what_their_memory_reaches(monkeypatch):
     monkeypatch.setenv("HYBRID_EP_EXECUTOR", "host")
     assert world.run(lambda rank, group: get_physical_domain_size(group)) == [(1, 4)] * 4
     assert len(probed) == 4
+
+
+@pytest.mark.parametrize(("mode", "sums"), [(True, [2, 4]), (False, [1, 2, 3, 4])])
+def test_what_is_received_is_counted_by_scale_up_ranks(mode, sums, monkeypatch):
+    """Each of two times two ranks has a token for all four: by their ranks within nodes, or all of them."""
+    monkeypatch.setenv("HYBRID_EP_RANKS_PER_NODE", "2")
+
+    def work(rank, group):
+        buffer = ElasticBuffer(group, num_max_tokens_per_rank=1, hidden=8, allow_hybrid_mode=mode)
+        x = torch.full((1, 8), float(rank), dtype=torch.float32)
+        rows, _, _, handle, _ = buffer.dispatch(x, torch.arange(4, dtype=torch.int64)[None], num_experts=4)
+        assert torch.equal(buffer.combine(rows, handle)[0], 4 * x)
+        return rows[:, 0].tolist(), handle.psum_num_recv_tokens_per_scaleup_rank.tolist()
+
+    assert VirtualWorld(2, 2).run(work) == [([0.0, 1.0, 2.0, 3.0], sums)] * 4
