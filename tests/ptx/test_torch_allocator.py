@@ -7,13 +7,19 @@ from pathlib import Path
 import pytest
 import torch_allocator
 
+PROGRAMS = Path(__file__).with_name("torch_allocator_programs.py")
+
 
 @pytest.fixture(scope="module")
-def found():
+def built():
     if (why := torch_allocator.why_not()) is not None:
         pytest.skip(why)
     torch_allocator.build()
-    return torch_allocator.run(Path(__file__).with_name("torch_allocator_programs.py"))
+
+
+@pytest.fixture(scope="module")
+def found(built):
+    return torch_allocator.run(PROGRAMS)
 
 
 def test_blocks_lie_in_the_arena_until_it_is_full_and_come_back(found):
@@ -70,3 +76,23 @@ def test_who_comes_first_has_the_arena(found):
 
 def test_a_graph_that_is_gone_leaves_its_blocks(found):
     assert found["a_graph_behind_one_that_is_gone"] == 12
+
+
+@pytest.mark.parametrize(
+    "conf, names",
+    [
+        ("expandable_segments:True", ("blocks", "of_graphs")),  # the recipes'; the others make tensors of torch's own
+        ("roundup_power2_divisions:4,garbage_collection_threshold:0.8,max_split_size_mb:512", ()),
+    ],
+)
+def test_settings_of_the_allocator_change_nothing(built, found, conf, names):
+    other = torch_allocator.run(PROGRAMS, *names, conf=conf)
+    assert other == {name: found[name] for name in other} and len(other) == (len(names) or len(found))
+
+
+@pytest.mark.parametrize(
+    "conf, why", [("max_split_size_mb:32", "no piece"), ("backend:cudaMallocAsync", "not yet support")]
+)
+def test_an_allocator_that_cannot_serve_is_named(built, conf, why):
+    with pytest.raises(RuntimeError, match=rf"RuntimeWarning: the arena of 64 MiB stays unused.*{why}"):
+        torch_allocator.run(PROGRAMS, "of_graphs", conf=conf)

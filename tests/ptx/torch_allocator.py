@@ -51,8 +51,8 @@ def build() -> None:
     _compile("cc", "-shared", BUILD / "driver.c", "-o", BUILD / "libcuda.so.1")
 
 
-def run(programs: Path, timeout_s: float = 120) -> dict:
-    """{name: what it returned}, of the functions in PROGRAMS of that module."""
+def run(programs: Path, *names: str, conf: str = "", timeout_s: float = 120) -> dict:
+    """{name: what it returned}, of these functions in PROGRAMS of that module, or of all. conf: PYTORCH_ALLOC_CONF."""
     paths = [str(ROOT), str(ROOT / "tests" / "python"), str(HERE)]
     environment = {
         **os.environ,
@@ -60,10 +60,11 @@ def run(programs: Path, timeout_s: float = 120) -> dict:
         "LD_LIBRARY_PATH": os.pathsep.join([str(BUILD), os.environ.get("LD_LIBRARY_PATH", "")]),
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
+        "PYTORCH_ALLOC_CONF": conf,
     }
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
         environment.pop(name, None)
-    command = [sys.executable, "-W", "error::RuntimeWarning", str(programs)]
+    command = [sys.executable, "-W", "error::RuntimeWarning", str(programs), *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:
         raise RuntimeError(f"{programs.name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import sys
 import threading
 
 import torch
@@ -217,4 +218,5 @@ PROGRAMS = (
 
 if __name__ == "__main__":
     torch.cuda.init()
-    print(json.dumps({program.__name__: program() for program in PROGRAMS}))
+    names = sys.argv[1:] or [program.__name__ for program in PROGRAMS]
+    print(json.dumps({program.__name__: program() for program in PROGRAMS if program.__name__ in names}))
