@@ -707,8 +707,9 @@ class cuda:
         not this build's."""
 
     @staticmethod
-    def offer_memory(offered: bool) -> None:
-        """To hep_pool_allocate in this thread, until False: memory of this process; see runtime/arena_pool.h."""
+    def offer_small_memory(offered: bool) -> None:
+        """To hep_pool_allocate in this thread, until False: memory of this process, 2 MiB at once at most; see
+        runtime/arena_pool.h."""
 
     @staticmethod
     def publish(segment: Segment, offset: int, value: int, stream: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -11,6 +11,8 @@ from hybrid_ep import recording
 
 if TYPE_CHECKING:
     from hybrid_ep.runtime.session import Session
+
+T = TypeVar("T")
 
 
 class LendsMemory:
@@ -26,17 +28,15 @@ class LendsMemory:
         with recording.unrecorded():
             return self._open_session().results.rows(rows, columns, dtype)
 
-    def registered(
-        self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16
-    ) -> contextlib.AbstractContextManager[bool]:
-        """A context for operations that store where they choose, and are to put out [rows, columns]: tensors that torch
-        makes in it, in this thread and on the current stream, lie in a GPU's arena as long as that has room.
+    def registered(self, function: Callable[[], T], rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> T:
+        """function(), an operation that stores where it chooses and puts out [rows, columns] on a GPU: torch makes its
+        result in the arena, where combine reads it in place, if that has room.
 
-            with buffer.registered(*shape, dtype) as in_arena:
-                rows = torch.nn.functional.grouped_mm(x, weights, offs=ends)  # [rows, columns], and what it needs
+            out = buffer.registered(lambda: torch.nn.functional.grouped_mm(x, weights, offs=ends), rows, columns)
 
-        What is large and made first is to be the output. Gives False and changes nothing where the arena has no room
-        for it now, for outputs of up to 1 MiB, while a CUDA graph is captured, and on CPUs, whose allocator takes no
-        orders: there empty() is for those who can store where they are told. Same bits. While it lasts, other threads'
-        calls on this buffer find no room. ValueError as empty()'s."""
-        return self._open_session().results.lending(rows, columns, dtype)
+        It has to be a function that may be called twice: where it makes another tensor of more than 1 MiB, first or
+        besides, for which the arena has no room, it is called again with torch's memory alone. It is called just so for
+        results of up to 1 MiB, on a stream that the arena is not of, while a CUDA graph is captured, inside of itself,
+        while another thread takes of the arena, and on CPUs, whose allocator takes no orders: there empty() is for
+        those who can store where they are told. Same bits. ValueError as empty()'s."""
+        return self._open_session().results.placing(function, rows, columns, dtype)

@@ -7,11 +7,10 @@ next call.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from hybrid_ep import HybridEPBuffer
     from megatron_patches.settings import Exchange, Settings
 
+T = TypeVar("T")
 _Key = tuple[dist.ProcessGroup, int, torch.dtype, int, "Settings"]
 _buffers: dict[_Key, HybridEPBuffer] = {}  # (group, hidden, dtype, experts per rank, settings) -> buffer
 _RANKS_PER_NODE = "ranks_per_node (--hybrid-ep-ranks-per-node)"
@@ -75,14 +75,11 @@ def empty_rows(rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor | Non
     return None if lend is None else lend(rows, hidden, dtype)
 
 
-def registered_rows(rows: int) -> contextlib.AbstractContextManager[bool]:
-    """For products that store where they choose: a context in which torch makes its tensors there, if so many of the
-    layer's rows have room. It changes nothing where `empty_rows` gives None."""
-    if _serving is None:
-        return contextlib.nullcontext(False)
-    buffer, hidden, dtype = _serving
-    lend = getattr(buffer, "registered", None)
-    return contextlib.nullcontext(False) if lend is None else lend(rows, hidden, dtype)
+def registered_rows(function: Callable[[], T], rows: int) -> T:
+    """function(), a product that stores where it chooses and puts out so many rows of the layer that is being served:
+    there, if they have room. Just function() where no layer is, or its buffer lends no memory."""
+    lend = None if _serving is None else getattr(_serving[0], "registered", None)
+    return function() if _serving is None or lend is None else lend(function, rows, *_serving[1:])
 
 
 def gradient_place(hidden: int, dtype: torch.dtype) -> HybridEPBuffer | None:

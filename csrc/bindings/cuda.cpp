@@ -4,6 +4,8 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <cstring>
+
 #include "runtime/arena_pool.h"
 #include "runtime/cuda_entry.h"
 #include "runtime/segment.h"
@@ -97,12 +99,15 @@ void bind_copies(py::module_& m) {
         "Store a counter behind all that the stream holds.");
 }
 
-// Of the device that is current where it is asked for.
-std::shared_ptr<unsigned char> memory_of_this_process(uint64_t bytes) try {
+// Of the device that is current where it is asked for. No more than torch takes for its small tensors: what is larger
+// would lie in the same lists as the arena, and be preferred to it where it fits better.
+std::shared_ptr<unsigned char> small_memory(uint64_t bytes) try {
+  if (bytes > uint64_t{2} << 20) no_room();
   auto memory = loaded().create(cuda::Share::kNone, bytes);
   unsigned char* const at = memory->data();
   return {std::move(memory), at};
-} catch (const std::bad_alloc&) {
+} catch (const std::exception& error) {
+  if (std::strcmp(error.what(), kNoRoom) == 0) throw;
   return nullptr;
 }
 
@@ -157,8 +162,9 @@ void bind_cuda(py::module_& module) {
           "(handle bytes, file descriptor or -1) by which a peer attaches.")
       .def("segment", &segment_of, "The same memory as a Segment of an Engine.");
   m.def(
-      "offer_memory", [](bool offered) { offered ? offer(&memory_of_this_process) : withdraw(); }, py::arg("offered"),
-      "To hep_pool_allocate in this thread, until False: memory of this process; see runtime/arena_pool.h.");
+      "offer_small_memory", [](bool offered) { offered ? offer(&small_memory) : withdraw(); }, py::arg("offered"),
+      "To hep_pool_allocate in this thread, until False: memory of this process, 2 MiB at once at most; see "
+      "runtime/arena_pool.h.");
   bind_copies(m);
 }
 

@@ -37,9 +37,13 @@ void offer(Source source) {
 void offer_arena(std::shared_ptr<Arena> arena) {
   offer([arena = std::move(arena)](uint64_t bytes) {
     auto piece = arena->take(bytes);
-    if (!piece) throw NoRoom();
+    if (!piece) no_room();
     return piece;
   });
+}
+
+void no_room() {
+  throw NoRoom();
 }
 
 void withdraw() {
@@ -52,7 +56,7 @@ void withdraw() {
 
 HEP_EXPORTED void* hep_pool_allocate(ptrdiff_t bytes, int, void*) {
   using namespace hep;
-  if (bytes <= 0 || offered().empty()) throw NoRoom();
+  if (bytes <= 0 || offered().empty()) no_room();
   auto piece = offered().back()(uint64_t(bytes));
   if (!piece) return nullptr;
   Pieces& pieces = Pieces::get();

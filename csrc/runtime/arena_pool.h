@@ -19,6 +19,7 @@ using Source = std::function<std::shared_ptr<unsigned char>(uint64_t bytes)>;  /
 void offer(Source source);
 void offer_arena(std::shared_ptr<Arena> arena);
 void withdraw();
+[[noreturn]] void no_room();  // of a source, to whoever asked it
 
 }  // namespace hep
 

@@ -14,7 +14,8 @@ Experts lie in one or more stacks [E_i, K, F] of weights, one after the other; `
 
 of: a range of stacks, whose experts alone are computed and whose weights alone are read, while other rows of `out` stay
 as they are; None: all. Who has `in_turns` takes one, and computes an element alike whichever way it is asked. Who
-`stores` puts the result where it is told; the others copy it there.
+`stores` puts the result where it is told; the others copy it there. Who `makes_one` makes no large tensor beside the
+result of one stack.
 
 What they leave undefined (rows from ends[-1] on, weight gradients of groups without rows) is `grouped`'s business,
 with what `probing` found out about them.
@@ -58,6 +59,7 @@ class Backend(Protocol):
     name: str
     in_turns: bool
     stores: bool
+    makes_one: bool
 
     def absence(self) -> str | None: ...
 
@@ -84,7 +86,7 @@ class LoopBackend:
     """One matrix product per expert that has rows. Exact everywhere; needs the counts on the host."""
 
     name = "loop"
-    in_turns = stores = True
+    in_turns = stores = makes_one = True
     in_a_graph = "give 16-bit rows to 'torch'"
 
     @staticmethod
@@ -139,7 +141,7 @@ class TorchBackend:
     torch's own fallback for the rest reads the counts on the host, so it is refused here."""
 
     name = "torch"
-    in_turns, stores = True, False
+    in_turns, stores, makes_one = True, False, True
 
     @staticmethod
     def absence() -> str | None:
@@ -216,7 +218,7 @@ class TritonBackend:
     """Our kernels: all stacks in one launch, counts on the device, stored where one asks, zeros for empty experts."""
 
     name = "triton"
-    in_turns = stores = True
+    in_turns = stores = makes_one = True
 
     @staticmethod
     def absence() -> str | None:
@@ -288,7 +290,7 @@ class TransformerEngineBackend:
     """Transformer Engine's GroupedLinear, through its public module. Takes a list of counts, so the host waits."""
 
     name = "te"
-    in_turns = stores = False
+    in_turns = stores = makes_one = False
 
     @staticmethod
     def absence() -> str | None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hybrid_ep import recording
+from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.moe import arguments, checks, padding, probing
 from hybrid_ep.moe.backends import BACKENDS, Backend, Groups
 from hybrid_ep.moe.precisions import backend_of, backends_of
@@ -35,8 +35,10 @@ class Place(Protocol):
         """[rows, columns], uninitialised."""
         ...
 
-    def registered(self, rows: int, columns: int, dtype: torch.dtype) -> AbstractContextManager[bool]:
-        """In which torch makes such a tensor there, if it can."""
+    def registered(
+        self, function: Callable[[], torch.Tensor], rows: int, columns: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """function(), whose result torch makes there, if it can."""
         ...
 
 
@@ -113,8 +115,9 @@ def grouped_mm(
     weight gradients ask for it; x itself is not kept, and the tensors are, as autograd keeps what it saves.
 
     gradient_place: a HybridEPBuffer, or what lends memory as one does: x's gradient is stored there, for a dispatch's
-    rows where the combine of its backward reads them in place. By empty() or, of a backend that stores where it
-    chooses, inside registered(); "auto" takes the loop for it on a CPU, and on a GPU what it takes without.
+    rows where the combine of its backward reads them in place. By empty() or, of "torch" on a GPU with one stack, by
+    registered(); "te" makes more than its result, and stays outside. "auto" takes the loop for it on a CPU, and on a
+    GPU what it takes without.
 
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
@@ -313,9 +316,22 @@ def _gradient_of_rows(
     if place is None or not grad.shape[0] or not like[1]:
         return _rows_times_stacks(grad, turned, groups, machine, tail, None, of)
     if machine[0].stores:
-        return _rows_times_stacks(grad, turned, groups, machine, tail, place.empty(*like), of)
-    with place.registered(*like):
+        try:
+            out = place.empty(*like)
+        except BufferFailedError:  # since the forward; whoever combines the gradient will hear of it
+            out = None
+        out = out if out is not None and out.device == grad.device else None
+        return _rows_times_stacks(grad, turned, groups, machine, tail, out, of)
+
+    def product() -> torch.Tensor:
         return _rows_times_stacks(grad, turned, groups, machine, tail, None, of)
+
+    if not machine[0].makes_one or len(turned) > 1:  # more tensors than the result, which would take its room
+        return product()
+    try:
+        return place.registered(product, *like)
+    except BufferFailedError:
+        return product()
 
 
 def _rows_times_stacks(

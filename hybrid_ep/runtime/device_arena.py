@@ -6,32 +6,31 @@ work of the streams that it was recorded on. The dispatch kernel of the next res
 flag behind which peers write. So they write where the kernel itself might.
 
 Memory of a pool belongs to the stream that asked for it first. Here that is the stream of a buffer's first dispatch;
-calls on others find no room. A pool serves one thread at a time: while one lends the arena to torch, others find none.
+calls on others find no room. A pool serves one thread at a time: others, and calls within `placing`, find none.
 
 A CUDA graph writes its results at every replay, so they are of a pool of the graph's own, which takes from the arena
 what the capture asks for and which the graph keeps. The pool of all other results, which has the whole arena, goes
-before, if nobody holds any, and comes again with what is left.
-
-What torch makes while the arena is lent to it and does not fit goes beside the arena, into memory that the pool keeps:
-a GEMM's workspace, say. So nothing fails for want of room that has not been promised."""
+before, if nobody holds any, and comes again with what is left."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
-from hybrid_ep import _core
+from hybrid_ep import _core, recording
 
 # Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes up to the first are served by segments of their own,
 # of 2 MiB; from the second on a segment is as large as what is asked for, in units of the third.
 _SMALL, _LARGE, _UNIT = 1 << 20, 10 << 20, 2 << 20
-_TRIES = 2  # to find room in the arena, where the pool has memory beside it
+_calling = threading.local()  # placed: within `placing`, of whatever arena
+T = TypeVar("T")
 
 # Of arenas that are gone. torch ends the process where a pool goes while the current stream is being captured, and
 # buffers go when nobody refers to them any more.
@@ -62,7 +61,7 @@ class DeviceArena:
         self._pool: Any = None
         self._stream: int | None = None  # that the arena's memory belongs to
         self._span = range(0)  # addresses of the pool's part of the arena
-        self._is_lending = False
+        self._lock = threading.Lock()  # of its pools
         self._captured: tuple[weakref.ref[Any], Any] | None = None  # the latest graph, and its pool
         _let_go()
 
@@ -75,42 +74,56 @@ class DeviceArena:
     def empty(self, rows: int, row_bytes: int) -> torch.Tensor | None:
         """uint8 [rows, row_bytes], uninitialised, for work on the current stream; None where there is no room."""
         num_bytes = rows * row_bytes
-        if torch.cuda.is_current_stream_capturing():
-            made = self._of_graph(num_bytes)
+        if not 0 < num_bytes <= self._num_bytes or getattr(_calling, "placed", False):
+            return None
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            captured = torch.cuda.is_current_stream_capturing()
+            made = (self._of_graph if captured else self._of_stream)(max(num_bytes, _SMALL + 1))
             return None if made is None else made[:num_bytes].view(rows, row_bytes)
+        finally:
+            self._lock.release()
+
+    def _of_stream(self, num_bytes: int) -> torch.Tensor | None:
+        """At least so many bytes for the current stream, if the arena is its own."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        if self._stream is None and num_bytes:
+        if self._stream is None:
             self._stream = stream
             self._fill()
-        taken = self._pool is None or self._is_lending or stream != self._stream
-        if taken or not 0 < num_bytes <= self._num_bytes:
-            return None
-        made = self._take(max(num_bytes, _SMALL + 1))
-        return None if made is None else made[:num_bytes].view(rows, row_bytes)
+        return None if self._pool is None or stream != self._stream else self._made(num_bytes, self._pool)
 
-    @contextlib.contextmanager
-    def lending(self, num_bytes: int) -> Iterator[bool]:
-        """Tensors that torch makes in this thread are of the arena, if that has room for so many bytes; else, and for
-        sizes that torch keeps apart from larger ones, nothing changes. Which it is."""
-        # The block that is made here is free again behind it, for what is made next.
-        if num_bytes <= _SMALL or torch.cuda.is_current_stream_capturing() or self.empty(1, num_bytes) is None:
-            yield False
-            return
-        self._is_lending = True
+    def placing(self, function: Callable[[], T], num_bytes: int) -> T:
+        """function(), which makes a tensor of so many bytes, and in which torch's tensors are of the arena, if that has
+        room for it; small ones lie beside. Called again without where it finds no room for another large one."""
+        if num_bytes <= _SMALL or torch.cuda.is_current_stream_capturing():
+            return function()
+        with recording.unrecorded():  # the block is free again behind it, for what is made next
+            fits = self.empty(1, num_bytes) is not None
+        if not fits or not self._lock.acquire(blocking=False):
+            return function()
+        _calling.placed = True
         try:
+            if self._pool is None:  # a capture has had it given back meanwhile
+                return function()
             with torch.cuda.use_mem_pool(self._pool, self._device):
-                _core.cuda.offer_memory(True)
+                _core.cuda.offer_small_memory(True)
                 try:
-                    yield True
+                    return function()
+                except RuntimeError as error:
+                    if _core.ArenaBlock.no_room not in str(error):
+                        raise
                 finally:
-                    _core.cuda.offer_memory(False)
+                    _core.cuda.offer_small_memory(False)
         finally:
-            self._is_lending = False
+            _calling.placed = False
+            self._lock.release()
+        return function()
 
     def _of_graph(self, num_bytes: int) -> torch.Tensor | None:
         """At least so many bytes for the capture under way; None where torch does not say which one that is."""
         which = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)  # since torch 2.15
-        if which is None or not 0 < num_bytes <= self._num_bytes:
+        if which is None:
             return None
         graph = which()
         if self._captured is None or self._captured[0]() is not graph:
@@ -120,7 +133,7 @@ class DeviceArena:
             self._captured = weakref.ref(graph), torch.cuda.MemPool(_allocator().allocator())
         self._engine.offer_arena(True)
         try:
-            return self._made(max(num_bytes, _SMALL + 1), self._captured[1])
+            return self._made(num_bytes, self._captured[1])
         finally:
             self._engine.offer_arena(False)
 
@@ -149,9 +162,10 @@ class DeviceArena:
                     self._engine.offer_arena(False)
             self._span = range(begin, begin + room)
             if self._engine.arena_bytes_lent == lent:  # the caller has a pool, of which torch made it
+                _pools_of_the_gone.append(self._pool)  # older versions of torch let none go inside of another
                 self._stream = self._pool = None
                 return
-            if self._take(_SMALL + 1) is not None:
+            if self._made(_SMALL + 1, self._pool) is not None:
                 return
         except (RuntimeError, AttributeError, OSError) as error:
             why = str(error)
@@ -163,17 +177,8 @@ class DeviceArena:
             stacklevel=2,
         )
 
-    def _take(self, num_bytes: int) -> torch.Tensor | None:
-        beside = []  # kept until the end: else torch would choose the same again
-        for _ in range(_TRIES):
-            made = self._made(num_bytes, self._pool)
-            if made is None or made.data_ptr() in self._span:
-                return made
-            beside.append(made)
-        return None
-
     def _made(self, num_bytes: int, pool: Any) -> torch.Tensor | None:
-        """Of a pool: in the arena, or in what lies beside it; None where it has no room."""
+        """More than _SMALL bytes of a pool; None where it has no room."""
         with torch.cuda.use_mem_pool(pool, self._device):
             try:
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -6,10 +6,11 @@ and zeroing then cost more than the exchange that fills the block. A GPU's cachi
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +31,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return made
 
 
+T = TypeVar("T")
 _SMALLEST = 1 << 20  # bytes; below, malloc keeps what it has
 
 
@@ -80,12 +82,14 @@ class ResultPool:
     """Hands out tensors that are ordinary to their user: views of one resizable storage, freed by dropping them.
 
     idle_limit: bytes kept for results to come while nobody uses them; 0 keeps nothing. Memory in use is never
-    counted against it. device: a GPU's results come from PyTorch's own caching allocator. Not thread-safe."""
+    counted against it. device: a GPU's results come from PyTorch's own caching allocator. For any thread: backwards
+    take memory while others call the buffer."""
 
     def __init__(self, idle_limit: int, device: torch.device | None = None):
         self.device = device or torch.device("cpu")
         self.idle_limit = idle_limit if self.device.type == "cpu" else 0
         self._blocks: list[_Block] = []  # the longest unused first
+        self._lock = threading.Lock()  # from when a block is found idle until a tensor refers to it
 
     def empty(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8, flat: bool = False) -> torch.Tensor:
         """[rows, row_bytes of that type], uninitialised, on the pool's device; flat: one dimension."""
@@ -94,8 +98,9 @@ class ResultPool:
             empty = _nothing(dtype, self.device).new_empty
             return empty(rows * columns) if flat else empty(rows, columns)
         shape, strides = ((rows * columns,), (1,)) if flat else ((rows, columns), (columns, 1))
-        block = self._take(size_class(num_bytes))
-        return torch.empty(0, dtype=dtype, device="cpu").set_(block.storage, 0, shape, strides)
+        with self._lock:
+            block = self._take(size_class(num_bytes))
+            return torch.empty(0, dtype=dtype, device="cpu").set_(block.storage, 0, shape, strides)
 
     @property
     def idle_bytes(self) -> int:
@@ -185,11 +190,11 @@ class ResultMemory:
         made = self._lent(rows, row_bytes, dtype)
         return self._pool.empty(rows, row_bytes, dtype) if made is None else made
 
-    def lending(self, rows: int, columns: int, dtype: torch.dtype) -> contextlib.AbstractContextManager[bool]:
-        """A context in which torch makes its tensors in the arena, where that has room for [rows, columns]: whether it
-        does. ValueError as `row_size`."""
+    def placing(self, function: Callable[[], T], rows: int, columns: int, dtype: torch.dtype) -> T:
+        """function(), whose result torch makes in the arena, where that has room for [rows, columns]. ValueError as
+        `row_size`."""
         num_bytes = rows * row_size(rows, columns, dtype)
-        return contextlib.nullcontext(False) if self._arena is None else self._arena.lending(num_bytes)
+        return function() if self._arena is None else self._arena.placing(function, num_bytes)
 
 
 def row_size(rows: int, columns: int, dtype: torch.dtype) -> int:

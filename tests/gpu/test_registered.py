@@ -1,9 +1,10 @@
-"""buffer.registered(): what torch makes in it lies in the arena, where combine reads it; what does not fit lies beside
-the arena, and nobody takes that for the arena."""
+"""buffer.registered(): what torch makes in a function that it calls lies in the arena, where combine reads it; without
+room the function is called again, and nobody takes anything else for the arena."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 
 import pytest
@@ -48,12 +49,8 @@ def test_sums_read_what_an_operation_stored_where_it_chose(request, monkeypatch)
         buffer.combine_with_unpermute(hidden=given, handle=handle)  # it has grown then
         for registers in (False, True):
             with torch.cuda.stream(stream):
-                if registers:
-                    with raw.registered(*given.shape, given.dtype) as in_arena:
-                        assert in_arena
-                        out = grouped_mm(given, w, ends, backend="torch", tail=False)
-                else:
-                    out = grouped_mm(given, w, ends, backend="torch", tail=False)
+                product = functools.partial(grouped_mm, given, w, ends, backend="torch", tail=False)
+                out = raw.registered(product, *given.shape, given.dtype) if registers else product()
                 assert is_in_arena(raw, out) == registers
             stream.synchronize()
             buffer.reset_traffic()
@@ -66,92 +63,115 @@ def test_sums_read_what_an_operation_stored_where_it_chose(request, monkeypatch)
     world.close()
 
 
-def test_what_does_not_fit_lies_beside_and_results_stay_in_the_arena():
+class Made:
+    """What an operation makes, in this order: torch's tensors of so many MiB, or less than one of so many bytes."""
+
+    def __init__(self, *sizes: int):
+        self.sizes, self.calls, self.made = sizes, 0, []
+
+    def __call__(self):
+        self.calls, self.made = self.calls + 1, []
+        for size in self.sizes:
+            num_bytes = size * MIB if size < 1000 else size
+            self.made.append(torch.zeros(num_bytes, dtype=torch.uint8, device="cuda"))
+        return self.made[0]
+
+
+def put(buffer, made: Made, mib: int = 2) -> list[bool]:
+    """Which of them lie in the arena, of which room for so many MiB was asked."""
+    assert buffer.registered(made, mib * MIB // 2048, 1024) is made.made[0]
+    return [is_in_arena(buffer, x) for x in made.made]
+
+
+def test_what_needs_more_room_than_there_is_is_called_again():
     buffer, stream = alone()
     with torch.cuda.stream(stream):
-        with buffer.registered(*SHAPE) as in_arena:
-            out = torch.zeros(SHAPE, dtype=torch.bfloat16, device="cuda")
-            small, large = (torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (1000, 32 * MIB))
-        assert in_arena and is_in_arena(buffer, out)
-        assert not is_in_arena(buffer, small) and not is_in_arena(buffer, large)
-        out += 1
-        del large  # 32 MiB of the pool are free now, more than the arena has
-        later = [buffer.empty(*SHAPE) for _ in range(9)]
+        assert put(buffer, fits := Made(2, 1000)) == [True, False] and fits.calls == 1
+        assert put(buffer, more := Made(2, 4)) == [True, True] and more.calls == 1
+        assert put(buffer, large := Made(2, 32)) == [False, False] and large.calls == 2
+        del large
+        later = [buffer.empty(*SHAPE) for _ in range(4)]
         assert all(is_in_arena(buffer, rows) for rows in later)
-        assert not is_in_arena(buffer, torch.zeros(SHAPE, dtype=torch.bfloat16, device="cuda")), "behind the context"
-        with buffer.registered(4 * SHAPE[0], HIDDEN) as in_arena:
-            full = torch.zeros(4 * SHAPE[0], HIDDEN, dtype=torch.bfloat16, device="cuda")
-        assert not in_arena and not is_in_arena(buffer, full)
+        assert not is_in_arena(buffer, Made(2)()), "behind the call"
         arena = buffer._session.results._arena
         assert arena._made(64 * MIB, arena._pool) is None, "nothing is offered beside the arena any more"
-        assert out.float().mean().item() == 1 and small.sum().item() == 0
-        del later
-        with buffer.registered(4 * SHAPE[0], HIDDEN) as in_arena:
-            assert in_arena
+        assert put(buffer, full := Made(12), 12) == [False] and full.calls == 1
+        del later, fits, more
+        assert put(buffer, Made(12), 12) == [True]
+    kept = Made(2)
+    with torch.cuda.stream(stream):
+        put(buffer, kept)
+        kept.made[0] += 1
     buffer.destroy()
-    assert out.float().mean().item() == 1
+    assert kept.made[0].float().mean().item() == 1
 
 
-def test_where_it_changes_nothing():
+def test_where_it_only_calls():
     buffer, stream = alone()
     with torch.cuda.stream(stream):
-        with buffer.registered(8, HIDDEN) as in_arena:
-            assert not in_arena and not is_in_arena(buffer, torch.empty(8, HIDDEN, device="cuda"))
-        with torch.cuda.stream(torch.cuda.Stream()), buffer.registered(*SHAPE) as in_arena:
-            assert not in_arena
+        assert put(buffer, Made(1), 1) == [False], "as small as torch's small ones"
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert put(buffer, Made(2)) == [False]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            with buffer.registered(*SHAPE) as in_arena:
-                assert not in_arena
+            assert put(buffer, Made(2)) == [False]
         with pytest.raises(ValueError, match="dtype=torch.uint8"):
-            buffer.registered(*SHAPE, torch.uint8)
+            buffer.registered(Made(2), *SHAPE, torch.uint8)
         with pytest.raises(ValueError, match="rows=-1"):
-            buffer.registered(-1, HIDDEN)
+            buffer.registered(Made(2), -1, HIDDEN)
     none, stream = alone(arena_mib=0)
-    with torch.cuda.stream(stream), none.registered(*SHAPE) as in_arena:
-        assert not in_arena
+    made = Made(2)
+    with torch.cuda.stream(stream):
+        assert none.registered(made, *SHAPE) is made.made[0]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, RuntimeError])
+def test_an_error_leaves_it(error):
+    def fails():
+        raise error("not of the arena")
+
+    buffer, stream = alone()
+    with torch.cuda.stream(stream):
+        with pytest.raises(error, match="not of the arena"):
+            buffer.registered(fails, *SHAPE)
+        assert not is_in_arena(buffer, Made(2)()) and is_in_arena(buffer, buffer.empty(*SHAPE))
+        assert put(buffer, Made(2)) == [True]
 
 
 def test_calls_within_it_find_no_room_of_their_own():
     """torch's pools serve one thread at a time, and no thread twice."""
-    buffer, stream = alone()
-    found = []
+    (buffer, stream), (other, _) = alone(), alone()
+    found, other._session.results._arena._stream = {}, None
 
     def elsewhere():
         with torch.cuda.stream(stream):
-            found.append(is_in_arena(buffer, buffer.empty(*SHAPE)))
-            with buffer.registered(*SHAPE) as in_arena:
-                found.append(in_arena)
+            found["thread"] = is_in_arena(buffer, buffer.empty(*SHAPE)), put(buffer, Made(2))
+
+    def inside():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join(60)
+        made = buffer.empty(*SHAPE)
+        found["inner"] = is_in_arena(buffer, made), put(buffer, Made(2))
+        found["other"] = is_in_arena(other, other.empty(*SHAPE))
+        return made
 
     with torch.cuda.stream(stream):
-        with contextlib.suppress(ZeroDivisionError), buffer.registered(*SHAPE):
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join(60)
-            with buffer.registered(*SHAPE) as in_arena:
-                assert not in_arena
-            assert is_in_arena(buffer, buffer.empty(*SHAPE)), "torch made it"
-            raise ZeroDivisionError
-        assert found == [False, False]
-        assert is_in_arena(buffer, buffer.empty(*SHAPE))
-        with buffer.registered(*SHAPE) as in_arena:
-            assert in_arena
+        buffer.registered(inside, *SHAPE)
+        assert found == {"thread": (False, [False]), "inner": (True, [True]), "other": False}, "torch made it"
+        assert is_in_arena(buffer, buffer.empty(*SHAPE)) and put(buffer, Made(2)) == [True]
 
 
 def test_another_pool_around_it_is_not_taken_for_the_arena():
-    """torch serves the innermost or, before 2.15, the outermost. Either way the arena serves again behind it."""
+    """torch serves the innermost or, in older versions, the outermost. Either way the arena serves again behind it."""
     world = GpuWorld(1, 1, 2, skew=0, arena_mib=16)
     buffer, stream = world.raw[0], world.streams[0]
     with torch.cuda.stream(stream):
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-            first = buffer.empty(*SHAPE)
-            lies = is_in_arena(buffer, first)
-            with buffer.registered(*SHAPE) as in_arena:
-                made = torch.zeros(SHAPE, dtype=torch.bfloat16, device="cuda")
-            assert in_arena == is_in_arena(buffer, made) == lies
-        assert is_in_arena(buffer, buffer.empty(*SHAPE))
-        with buffer.registered(*SHAPE) as in_arena:
-            assert in_arena
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            lies = is_in_arena(buffer, buffer.empty(*SHAPE))
+            assert put(buffer, Made(2)) == [lies]
+        assert is_in_arena(buffer, buffer.empty(*SHAPE)) and put(buffer, Made(2)) == [True]
 
 
 class Last(torch.nn.Module):

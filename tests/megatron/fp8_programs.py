@@ -16,7 +16,7 @@ from slow_programs import Job, gradients_of, initialize, moe_layers
 
 import megatron_patches
 from hybrid_ep.moe import block_scaled
-from megatron_patches import balance, buffers, experts
+from megatron_patches import balance, experts
 
 IN_FP8 = {"grouped_gemm": True, "grouped_gemm_precision": "fp8"}
 
@@ -139,23 +139,14 @@ def one_expert_a_token(ep):
 
 
 def places():
-    """{(backend, precision, device): how the second product comes to lie in registered memory: "told", of those that
-    store there, "made", of those whose result torch makes there}."""
-    found, inner = {}, (buffers.empty_rows, buffers.registered_rows)
-    buffers.empty_rows = lambda *shape: ("told", *shape)
-    buffers.registered_rows = lambda *shape: ("made", *shape)
-    for backend, precision, device in itertools.product(
-        ("auto", "triton", "torch"), ("params", "fp8"), ("cpu", "cuda")
-    ):
-        config = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
-        module = SimpleNamespace(backend=backend, precision=precision, weight2=torch.empty(2, 5, 3), config=config)
-        module._freed = lambda rows: False
-        h = SimpleNamespace(device=torch.device(device), shape=(7, 3), dtype=torch.bfloat16)
-        out, place = experts.GroupedExperts._outputs(module, h)
-        how, *shape = place if out is None else out
-        assert tuple(shape) == ((7, 5, torch.bfloat16) if how == "told" else (7,))
-        found[backend, precision, device] = how
-    buffers.empty_rows, buffers.registered_rows = inner
+    """The (backend, precision, device, whether weights are to come) of second products that store where combine reads:
+    torch makes the others' results there, if it can."""
+    cases = itertools.product(("auto", "triton", "torch"), ("params", "fp8"), ("cpu", "cuda"), (False, True))
+    found = set()
+    for backend, precision, device, to_come in cases:
+        module = SimpleNamespace(backend=backend, precision=precision)
+        if experts.GroupedExperts._stores(module, SimpleNamespace(device=torch.device(device)), to_come):
+            found.add((backend, precision, device, to_come))
     return found
 
 

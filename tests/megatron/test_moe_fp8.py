@@ -23,10 +23,11 @@ def on_two_ranks():
 
 
 def test_experts_multiply_as_the_reference_does_and_store_where_combine_reads(alone):
-    told = {case for case, how in alone["places"].items() if how == "told"}
-    on_gpus = {("auto", "fp8", "cuda"), ("triton", "params", "cuda"), ("triton", "fp8", "cuda")}
-    assert {case for case in told if case[2] == "cuda"} == on_gpus, "torch's kernel makes a result of its own"
-    assert {case[0] for case in told if case[2] == "cpu"} == {"auto", "triton"}
+    here, on_gpus = ({case for case in alone["places"] if case[2] == device} for device in ("cpu", "cuda"))
+    assert {case[0] for case in here} == {"auto", "triton"}, "torch's kernel makes a result of its own"
+    of_triton = {("triton", p, "cuda", c) for p in ("params", "fp8") for c in (False, True)}
+    auto = {("auto", "fp8", "cuda", False), ("auto", "fp8", "cuda", True), ("auto", "params", "cuda", True)}
+    assert on_gpus == of_triton | auto
 
 
 def test_a_clone_gives_its_owners_bits_and_a_gradient_of_other_blocks(alone):

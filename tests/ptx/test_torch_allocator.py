@@ -38,15 +38,15 @@ def test_a_block_outlives_its_engine(found):
     assert found["outlives_the_engine"]
 
 
-def test_what_torch_makes_while_the_arena_is_lent(found):
-    lending = found["lending"]
-    lends, output, small, large = lending["lends"]
-    assert lends and output is not None and small is large is None
-    assert lending["thread"] == [-1, None, False] and lending["inner"][:2] == [False, -1]
-    assert lending["inner"][2] is not None, "torch made it"
-    outside, block, is_empty = lending["behind"]
-    assert outside is None and block is not None and is_empty
-    assert lending["of 1"] is lending["of 17"] is False and lending["after an error"] == [True, True]
+def test_what_torch_makes_in_a_call_lies_in_the_arena_or_all_of_it_elsewhere(found):
+    placing = found["placing"]
+    assert placing["fits"] == [1, True] and placing["and small"] == [1, True, False, False]
+    assert placing["and large"] == [1, True, True], "what has room takes it"
+    assert placing["too much"] == [[2, False, False, False]] * 3
+    assert placing["thread"] == [-1, None, None] and placing["inner"] == [-1, True]
+    assert placing["behind"] == [None, [0, 0, 0, 0, 0]], "nothing beside is preferred to the arena"
+    assert placing["small or larger than all"] == [[1, False], [1, False]]
+    assert placing["after errors"] == [None, [1, True]] and placing["in a graph"] == [1, False]
 
 
 def test_in_a_pool_of_the_callers_nothing_is_taken_for_the_arena(found):
@@ -63,7 +63,7 @@ def test_blocks_of_a_graph_are_its_own(found):
     graphs = found["of_graphs"]
     assert graphs["eager"] == 64, "which is given back when the capture asks"
     assert graphs["in turn"] == [0, 3] and graphs["reused"] == [0]
-    assert graphs["behind another stream, large, too large"] == [6, 20, None] and not graphs["lends"]
+    assert graphs["behind another stream, large, too large"] == [6, 20, None]
     assert graphs["lent"] == graphs["kept by the graph"] == 20 + 12
     assert graphs["eager behind it"] == 16 and graphs["apart"]
 

@@ -21,13 +21,13 @@ SHIM.hep_shim_bytes.restype = ctypes.c_ulonglong
 
 
 class Arena:
-    """Of an engine, and 64 MiB of another's in the place of memory of this process."""
+    """Of an engine, and 4 MiB of another's in the place of small memory of this process."""
 
     def __init__(self, room: int = ROOM):
         world = VirtualWorld(1, 1)
-        buffers = [world.buffers(16, 1, 2, executor="host", arena_mib=mib)[0] for mib in (room, 64)]
+        buffers = [world.buffers(16, 1, 2, executor="host", arena_mib=mib)[0] for mib in (room, 4)]
         self.buffers, (self.engine, self.beside) = buffers, (buffer._session.engine for buffer in buffers)
-        _core.cuda.offer_memory = self.beside.offer_arena
+        _core.cuda.offer_small_memory = self.beside.offer_arena
         self.arena = DeviceArena(self.engine, room * MIB, torch.device("cuda", 0))
 
     def at(self, x: torch.Tensor | None) -> int | None:
@@ -43,6 +43,14 @@ class Arena:
 def made(mib: int) -> torch.Tensor:
     """By torch, with nobody's help."""
     return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+@contextlib.contextmanager
+def captured():
+    """The graph that the block is captured into."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+        yield graph
 
 
 def blocks():
@@ -83,34 +91,48 @@ def outlives_the_engine():
     return True
 
 
-def lending():
-    """Where things lie that torch makes in the context, and what calls in it find."""
-    a, found = Arena(), {}
+def placing():
+    """Where things lie that torch makes in the call, how often it is called, and what calls in it find."""
+    a, found = Arena(64), {}
     a.take(1)
 
     def elsewhere():
-        found["thread"] = [a.at(a.take(2)), a.at(made(2))]
-        with a.arena.lending(2 * MIB) as lends:
-            found["thread"].append(lends)
+        found["thread"] = [a.at(a.take(2)), a.at(made(2)), a.at(a.arena.placing(lambda: made(2), 2 * MIB))]
 
-    with a.arena.lending(4 * MIB) as lends:
-        output = made(4)
-        small, large = torch.empty(1000, dtype=torch.uint8, device="cuda"), made(32)
+    def call(*sizes):
+        calls.append([])
+        for mib in sizes:
+            calls[-1].append(made(mib) if mib else torch.empty(1000, dtype=torch.uint8, device="cuda"))
+        return calls[-1][0]
+
+    def lie(mib, *sizes):
+        calls.clear()
+        assert a.arena.placing(lambda: call(*sizes), mib * MIB) is calls[-1][0]
+        return [len(calls), *(a.at(x) is not None for x in calls[-1])]
+
+    def inside():
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        with a.arena.lending(2 * MIB) as inner:
-            found["inner"] = [inner, a.at(a.take(2)), a.at(made(2))]
-    found["lends"] = [lends, a.at(output), a.at(small), a.at(large)]
-    del large, output  # 32 MiB of the pool are free now, beside the arena
-    found["behind"] = [a.at(made(2)), a.at(a.take(2)), a.arena._made(64 * MIB, a.arena._pool) is None]
-    for mib in (1, 17):
-        with a.arena.lending(mib * MIB) as lends:
-            found[f"of {mib}"] = lends
-    with contextlib.suppress(ZeroDivisionError), a.arena.lending(4 * MIB):
-        raise ZeroDivisionError
-    with a.arena.lending(4 * MIB) as lends:
-        found["after an error"] = [lends, a.at(made(4)) is not None]
+        found["inner"] = [a.at(a.take(2)), a.at(a.arena.placing(lambda: made(2), 2 * MIB)) is not None]
+        return made(2)
+
+    calls = []
+    found["fits"], found["and small"], found["and large"] = lie(4, 4), lie(4, 4, 0, 0), lie(4, 4, 12)
+    a.arena.placing(inside, 2 * MIB)
+    calls.clear()
+    held = a.take(40)
+    found["too much"] = [lie(12, 12, 12, 12) for _ in range(3)]
+    del held
+    calls.clear()
+    found["behind"] = [a.at(made(2)), [a.at(a.take(mib)) for mib in (2, 4, 9, 12, 60)]]
+    found["small or larger than all"] = [lie(1, 1), lie(65, 65)]
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        with contextlib.suppress(error):
+            a.arena.placing(lambda error=error: (_ for _ in ()).throw(error), 4 * MIB)
+    found["after errors"] = [a.at(made(2)), lie(4, 4)]
+    with captured():
+        found["in a graph"] = lie(4, 4)
     return found
 
 
@@ -119,10 +141,10 @@ def within_another_pool():
     around; torch's newer allocators serve the innermost pool, its older ones the outermost."""
     a, fresh = Arena(), Arena()
     a.take(1)
-    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-        inside = [a.at(a.take(2)) not in (None, -1), fresh.at(fresh.take(2)) not in (None, -1)]
-        with a.arena.lending(2 * MIB) as lends:
-            inside.append(lends and a.at(made(2)) is not None)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        inside = [arena.at(arena.take(2)) not in (None, -1) for arena in (a, fresh)]
+        inside.append(a.at(a.arena.placing(lambda: made(2), 2 * MIB)) is not None)
     behind = [arena.at(arena.take(2)) not in (None, -1) for arena in (a, fresh)]
     return inside, behind
 
@@ -136,14 +158,6 @@ def dropped_while_a_graph_is_captured():
         inside = a.engine.arena_bytes_lent
     Arena()
     return inside, a.engine.arena_bytes_lent
-
-
-@contextlib.contextmanager
-def captured():
-    """The graph that the block is captured into."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
-        yield graph
 
 
 def of_graphs():
@@ -165,8 +179,6 @@ def of_graphs():
         del blocks[1]
         blocks += [a.take(3), a.take(12), a.take(40)]
         found["behind another stream, large, too large"] = offsets(*blocks[1:])
-        with a.arena.lending(2 * MIB) as lends:
-            found["lends"] = lends
     found["lent"] = a.engine.arena_bytes_lent // MIB
     taken = [(x.data_ptr(), x.data_ptr() + x.numel()) for x in blocks if x is not None]
     del blocks
@@ -209,7 +221,7 @@ PROGRAMS = (
     blocks,
     other_streams,
     outlives_the_engine,
-    lending,
+    placing,
     within_another_pool,
     dropped_while_a_graph_is_captured,
     of_graphs,

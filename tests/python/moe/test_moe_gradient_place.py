@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import pytest
@@ -12,11 +11,12 @@ from hypothesis import strategies as st
 from test_moe_grouped import offsets_of, problem
 from test_moe_turns import Bringer
 
+from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.moe import backends, grouped_mm
 
 
 class Lender:
-    """Memory full of NaN, and a context that counts."""
+    """Memory full of NaN, and calls that are counted."""
 
     def __init__(self):
         self.lent, self.entered = [], []
@@ -25,10 +25,9 @@ class Lender:
         self.lent.append(torch.full((rows, columns), math.nan, dtype=dtype))
         return self.lent[-1]
 
-    @contextlib.contextmanager
-    def registered(self, rows, columns, dtype):
+    def registered(self, function, rows, columns, dtype):
         self.entered.append((rows, columns, dtype))
-        yield False
+        return function()
 
 
 def gradients(counts, tail, dtype, lender, backend="auto", stacks=1):
@@ -57,11 +56,31 @@ def test_the_gradient_lies_where_it_is_told_and_has_the_same_bits(counts, tail, 
         assert not lender.lent
 
 
-def test_who_stores_where_it_chooses_does_so_inside_the_context():
+def test_who_stores_where_it_chooses_does_so_inside_the_call():
     lender = Lender()
     assert not backends.BACKENDS["torch"].stores
     dx, _ = gradients((3, 0, 5), 2, torch.bfloat16, lender, backend="torch")
     assert lender.entered == [(*dx.shape, torch.bfloat16)] and not lender.lent
+    gradients((3, 0, 5), 2, torch.bfloat16, lender, backend="torch", stacks=2)
+    assert len(lender.entered) == 1, "several stacks make more than the gradient"
+
+
+def test_a_buffer_that_ended_since_the_forward_lends_nothing():
+    def ended(*_):
+        raise BufferFailedError("this buffer was destroyed")
+
+    lender = Lender()
+    lender.empty = lender.registered = ended
+    for backend in ("loop", "torch"):
+        want, *_ = gradients((3, 0, 5), 2, torch.bfloat16, None, backend=backend)
+        assert torch.equal(gradients((3, 0, 5), 2, torch.bfloat16, lender, backend=backend)[0], want)
+
+
+def test_memory_of_another_device_is_left_alone():
+    lender = Lender()
+    lender.empty = lambda rows, columns, dtype: torch.empty(rows, columns, dtype=dtype, device="meta")
+    want, *_ = gradients((3, 0, 5), 2, torch.float32, None, backend="loop")
+    assert torch.equal(gradients((3, 0, 5), 2, torch.float32, lender, backend="loop")[0], want)
 
 
 def test_no_gradient_of_rows_takes_no_memory():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 
 import pytest
 import torch
@@ -225,6 +227,30 @@ def test_a_result_outlives_growth_and_its_buffer():
     del buffer, dispatch
     gc.collect()
     assert torch.equal(first, before) and torch.equal(second, before)
+
+
+def test_threads_never_get_the_same_memory():
+    """A backward takes memory for a gradient while another thread calls the buffer."""
+    pool, wrong, interval = ResultPool(64 * MIB), [], sys.getswitchinterval()
+
+    def take(mine: int) -> None:
+        for _ in range(400):
+            x = pool.empty(1, MIB)
+            x[0, ::4096] = mine
+            if (x[0, ::4096] != mine).any():
+                wrong.append(mine)
+            del x
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=take, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
 
 
 @given(st.lists(st.tuples(st.integers(1, 400 << 10), st.integers(0, 5)), max_size=60))
