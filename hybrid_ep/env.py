@@ -170,6 +170,11 @@ OUTSIDE = (
 )
 
 
+def torch_allocator_conf() -> str:
+    """What the environment asks of PyTorch's CUDA allocator, by its newer name or its older one; not ours to check."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
 def unknown() -> dict[str, str | None]:
     """Variables that are set and look like ours, and nothing reads; with the name that may have been meant."""
     ours = "HYBRID_EP_"  # which all share, so that it makes none alike

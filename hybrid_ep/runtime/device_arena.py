@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
-from hybrid_ep import _core, recording
+from hybrid_ep import _core, env, recording
 
 # Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes up to the first are served by segments of their own,
 # of 2 MiB; from the second on a segment is as large as what is asked for, in units of the third.
@@ -53,6 +54,26 @@ def _allocator() -> Any:
     return torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, "hep_pool_allocate", "hep_pool_free")
 
 
+def _is_full(error: RuntimeError) -> bool:
+    """Whether a pool would have to grow: torch 2.9 says so in other words where its segments are expandable."""
+    return any(words in str(error) for words in (_core.ArenaBlock.no_room, "doesn't currently support expandable"))
+
+
+@contextlib.contextmanager
+def _whole_segments() -> Iterator[None]:
+    """torch's allocator without expandable segments, if it was the environment that asked for them."""
+    conf = env.torch_allocator_conf()
+    without = re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", conf)
+    if without == conf:
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings(without)  # all of them: what is left out falls back to its default
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings(conf)
+
+
 class DeviceArena:
     """Of one engine, which must not be freed while torch has the arena; its memory may, it is kept mapped."""
 
@@ -66,10 +87,12 @@ class DeviceArena:
         _let_go()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # while the interpreter ends, torch may be gone
+        try:
             _pools_of_the_gone.extend(pool for pool in (self._pool, self._captured and self._captured[1]) if pool)
             self._pool = self._captured = None
             _let_go()
+        except Exception:  # while the interpreter ends, modules are gone
+            pass
 
     def empty(self, rows: int, row_bytes: int) -> torch.Tensor | None:
         """uint8 [rows, row_bytes], uninitialised, for work on the current stream; None where there is no room."""
@@ -111,7 +134,7 @@ class DeviceArena:
                 try:
                     return function()
                 except RuntimeError as error:
-                    if _core.ArenaBlock.no_room not in str(error):
+                    if not _is_full(error):
                         raise
                 finally:
                     _core.cuda.offer_small_memory(False)
@@ -151,21 +174,17 @@ class DeviceArena:
         if room < _LARGE:
             self._stream = None
             return
-        lent, why = self._engine.arena_bytes_lent, "its allocator takes no piece of that size"
+        why = "its allocator takes no piece of that size"
         try:
-            self._pool = torch.cuda.MemPool(_allocator().allocator())
-            with torch.cuda.use_mem_pool(self._pool, self._device):
-                self._engine.offer_arena(True)
-                try:
-                    begin = torch.empty(room, dtype=torch.uint8, device=self._device).data_ptr()
-                finally:
-                    self._engine.offer_arena(False)
-            self._span = range(begin, begin + room)
-            if self._engine.arena_bytes_lent == lent:  # the caller has a pool, of which torch made it
-                _pools_of_the_gone.append(self._pool)  # older versions of torch let none go inside of another
-                self._stream = self._pool = None
-                return
-            if self._made(_SMALL + 1, self._pool) is not None:
+            try:
+                is_filled = self._filled(room)
+            except RuntimeError as error:
+                if "expandable_segments" not in str(error):
+                    raise
+                # torch 2.9's pools have none of these. What the arena is then, they cut as they cut any other.
+                with _whole_segments():
+                    is_filled = self._filled(room, small=True)
+            if not is_filled or self._made(_SMALL + 1, self._pool) is not None:
                 return
         except (RuntimeError, AttributeError, OSError) as error:
             why = str(error)
@@ -177,6 +196,30 @@ class DeviceArena:
             stacklevel=2,
         )
 
+    def _filled(self, room: int, small: bool = False) -> bool:
+        """Whether torch has taken a piece of the arena into a new pool; small: and memory for small tensors. False, and
+        no pool, where the caller has one, of which torch made it all."""
+        lent = self._engine.arena_bytes_lent
+        self._pool = torch.cuda.MemPool(_allocator().allocator())
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            self._engine.offer_arena(True)
+            try:
+                begin = torch.empty(room, dtype=torch.uint8, device=self._device).data_ptr()
+            finally:
+                self._engine.offer_arena(False)
+            if small:
+                _core.cuda.offer_small_memory(True)
+                try:
+                    torch.empty(1, dtype=torch.uint8, device=self._device)
+                finally:
+                    _core.cuda.offer_small_memory(False)
+        self._span = range(begin, begin + room)
+        if self._engine.arena_bytes_lent > lent:
+            return True
+        _pools_of_the_gone.append(self._pool)  # older versions of torch let none go inside of another
+        self._stream = self._pool = None
+        return False
+
     def _made(self, num_bytes: int, pool: Any) -> torch.Tensor | None:
         """More than _SMALL bytes of a pool; None where it has no room."""
         with torch.cuda.use_mem_pool(pool, self._device):
@@ -185,6 +228,6 @@ class DeviceArena:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                if _core.ArenaBlock.no_room not in str(error):
+                if not _is_full(error):
                     raise
                 return None

@@ -96,3 +96,11 @@ def test_settings_of_the_allocator_change_nothing(built, found, conf, names):
 def test_an_allocator_that_cannot_serve_is_named(built, conf, why):
     with pytest.raises(RuntimeError, match=rf"RuntimeWarning: the arena of 64 MiB stays unused.*{why}"):
         torch_allocator.run(PROGRAMS, "of_graphs", conf=conf)
+
+
+def test_an_allocator_without_expandable_pools_gets_the_arena_whole(built, found):
+    assert found["refused_with_expandable_segments"] == [[False, True], [], 0]
+    conf = "expandable_segments:True,garbage_collection_threshold:0.8"
+    other = torch_allocator.run(PROGRAMS, "refused_with_expandable_segments", conf=conf)
+    told = [conf.replace("True", "False"), conf]
+    assert other["refused_with_expandable_segments"] == [[False, True], told, 0]

@@ -217,6 +217,26 @@ def a_graph_behind_one_that_is_gone():
     return a.engine.arena_bytes_lent // MIB if y is not None else None
 
 
+def refused_with_expandable_segments():
+    """(whether each attempt made small memory, too, what the allocator was told, the first block's offset), of an
+    allocator that makes no pool as long as its segments are expandable, in the words of torch 2.9."""
+    told, attempts, filled = [], [], DeviceArena._filled
+
+    def refused(self, room, small=False):
+        attempts.append(small)
+        if not small:
+            raise RuntimeError("torch.cuda.MemPool doesn't currently support expandable_segments.")
+        return filled(self, room, small)
+
+    change = torch.cuda.memory._set_allocator_settings
+    torch.cuda.memory._set_allocator_settings, DeviceArena._filled = told.append, refused
+    try:
+        a = Arena()
+        return attempts, told, a.at(a.take(2))
+    finally:
+        torch.cuda.memory._set_allocator_settings, DeviceArena._filled = change, filled
+
+
 PROGRAMS = (
     blocks,
     other_streams,
@@ -226,6 +246,7 @@ PROGRAMS = (
     dropped_while_a_graph_is_captured,
     of_graphs,
     a_graph_behind_one_that_is_gone,
+    refused_with_expandable_segments,
 )
 
 if __name__ == "__main__":

@@ -266,6 +266,9 @@ def test_blocks_of_the_arena_never_overlap_and_all_come_back(steps):
         assert all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
         assert all(at % 128 == 0 for at, _ in spans)
         assert engine.arena_bytes_lent == sum(-(-b.numel() // 128) * 128 for b in lent_out)
+        gap = engine.arena_gap
+        assert gap <= (1 << 20) - engine.arena_bytes_lent and engine.take(gap + 1) is None
+        assert not gap or engine.take(gap) is not None
     lent_out.clear()
     assert engine.arena_bytes_lent == 0 and engine.take(1 << 20) is not None  # in one piece again
 
