@@ -132,7 +132,8 @@ class ResultMemory:
     """Of one buffer: its engine's arena, and a pool for what that has no room for. idle_limit: of the pool."""
 
     def __init__(self, idle_limit: int, device: torch.device):
-        self._device, self._pool = device, ResultPool(idle_limit, device)
+        self._device = device
+        self._keep(ResultPool(idle_limit, device))
         self._engine: Any = None
         self._arena: DeviceArena | None = None  # of a GPU
 
@@ -147,14 +148,13 @@ class ResultMemory:
         arena, self._engine, self._arena = self._arena, None, None
         return arena
 
+    def _keep(self, pool: ResultPool) -> None:
+        self.empty = pool.empty  # of what no rank reaches; every call asks it, so it is no method in between
+
     def close(self) -> None:
         """Keeps nothing any more."""
         self.part()
-        self._pool = ResultPool(0)
-
-    def empty(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8, flat: bool = False) -> torch.Tensor:
-        """As ResultPool.empty: what no rank reaches."""
-        return self._pool.empty(rows, row_bytes, dtype, flat)
+        self._keep(ResultPool(0))
 
     def _lent(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
         """[rows, row_bytes of that type] of the arena, if there is room."""
@@ -169,7 +169,7 @@ class ResultMemory:
         """Memory for a result: [rows, row_bytes of that type], uint8 [rows, scale_bytes], fp32 [rows, weight_columns]
         or, of None, [rows]; None for a width of 0. Payload and scales are the arena's, where rows land to stay. Where
         it has no room they lie elsewhere, and a copy follows (copied_rows in traffic())."""
-        empty = self._pool.empty
+        empty = self.empty
         x = self._lent(rows, row_bytes, dtype)
         scales = self._lent(rows, scale_bytes) if scale_bytes and x is not None else None
         if x is None or (scale_bytes and scales is None):
@@ -188,7 +188,7 @@ class ResultMemory:
         """[rows, columns], of the arena if that has room. ValueError as `row_size`."""
         row_bytes = row_size(rows, columns, dtype)
         made = self._lent(rows, row_bytes, dtype)
-        return self._pool.empty(rows, row_bytes, dtype) if made is None else made
+        return self.empty(rows, row_bytes, dtype) if made is None else made
 
     def placing(self, function: Callable[[], T], rows: int, columns: int, dtype: torch.dtype) -> T:
         """function(), whose result torch makes in the arena, where that has room for [rows, columns]. ValueError as

@@ -212,9 +212,9 @@ class Session(Metered):
         it is the child's."""
         if os.getpid() != self._pid:
             self.why_closed = self.why_closed or why
-            for kept in (self.engine, self.results.part()):
+            for kept in (self.engine, self.results):  # a destructor of theirs would call into the device
                 if kept is not None:
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a destructor would call into the device
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
             self.engine = None
             return
         self._closing = why, together
