@@ -4,7 +4,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
-#include <cstring>
+#include <new>
 
 #include "runtime/arena_pool.h"
 #include "runtime/cuda_entry.h"
@@ -101,14 +101,15 @@ void bind_copies(py::module_& m) {
 
 // Of the device that is current where it is asked for. No more than torch takes for its small tensors: what is larger
 // would lie in the same lists as the arena, and be preferred to it where it fits better.
-std::shared_ptr<unsigned char> small_memory(uint64_t bytes) try {
+std::shared_ptr<unsigned char> small_memory(uint64_t bytes) {
   if (bytes > uint64_t{2} << 20) no_room();
-  auto memory = loaded().create(cuda::Share::kNone, bytes);
-  unsigned char* const at = memory->data();
-  return {std::move(memory), at};
-} catch (const std::exception& error) {
-  if (std::strcmp(error.what(), kNoRoom) == 0) throw;
-  return nullptr;
+  try {
+    auto memory = loaded().create(cuda::Share::kNone, bytes);
+    unsigned char* const at = memory->data();
+    return {std::move(memory), at};
+  } catch (const std::bad_alloc&) {  // of other errors torch's caller hears as they are
+    return nullptr;
+  }
 }
 
 std::shared_ptr<Segment> segment_of(const std::shared_ptr<cuda::DeviceMemory>& memory) {

@@ -5,8 +5,9 @@ recompute and record_stream know it, and its memory is reused in the order of th
 work of the streams that it was recorded on. The dispatch kernel of the next result runs on that stream; it raises the
 flag behind which peers write. So they write where the kernel itself might.
 
-Memory of a pool belongs to the stream that asked for it first. Here that is the stream of a buffer's first dispatch;
-calls on others find no room. A pool serves one thread at a time: others, and calls within `placing`, find none.
+Memory of a pool belongs to the stream that asked for it first. Here that is the stream of the first call that takes of
+it, a buffer's first dispatch as a rule; calls on others find no room. A pool serves one thread at a time: others, and
+calls within `placing`, find none.
 
 A CUDA graph writes its results at every replay, so they are of a pool of the graph's own, which takes from the arena
 what the capture asks for and which the graph keeps. The pool of all other results, which has the whole arena, goes

@@ -143,10 +143,9 @@ class ResultMemory:
         if self._device.type == "cuda" and arena_bytes:
             self._arena = DeviceArena(engine, arena_bytes, self._device)
 
-    def part(self) -> DeviceArena | None:
-        """With the engine, whose memory it may be; what was lent stays."""
-        arena, self._engine, self._arena = self._arena, None, None
-        return arena
+    def part(self) -> None:
+        """From the engine and its arena; what was lent stays."""
+        self._engine = self._arena = None
 
     def _keep(self, pool: ResultPool) -> None:
         self.empty = pool.empty  # of what no rank reaches; every call asks it, so it is no method in between
