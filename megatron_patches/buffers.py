@@ -66,28 +66,19 @@ def serve(buffer: HybridEPBuffer | None, hidden: int = 0, dtype: torch.dtype = t
     _serving = None if buffer is None else (buffer, hidden, dtype)
 
 
-def empty_rows(rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """[rows, hidden] for experts' outputs, where the combine that follows reads them in place. None where no layer is
-    between dispatch and combine with such rows, or its buffer lends no memory."""
-    if _serving is None or _serving[1:] != (hidden, dtype):
-        return None
-    lend = getattr(_serving[0], "empty", None)
-    return None if lend is None else lend(rows, hidden, dtype)
-
-
-def registered_rows(function: Callable[[], T], rows: int) -> T:
-    """function(), a product that stores where it chooses and puts out so many rows of the layer that is being served:
-    there, if they have room. Just function() where no layer is, or its buffer lends no memory."""
-    lend = None if _serving is None else getattr(_serving[0], "registered", None)
-    return function() if _serving is None or lend is None else lend(function, rows, *_serving[1:])
-
-
-def gradient_place(hidden: int, dtype: torch.dtype) -> HybridEPBuffer | None:
-    """The buffer whose backward's combine reads the gradient of such rows in place, if it lies there: None where
-    `empty_rows` gives None."""
+def place(hidden: int, dtype: torch.dtype) -> HybridEPBuffer | None:
+    """The buffer in whose memory experts' outputs, and gradients of dispatched rows, of this width and type are read in
+    place. None where no layer is between dispatch and combine with such rows, or its buffer lends no memory."""
     if _serving is None or _serving[1:] != (hidden, dtype):
         return None
     return _serving[0] if all(hasattr(_serving[0], name) for name in ("empty", "registered")) else None
+
+
+def registered_rows(function: Callable[[], T], rows: int) -> T:
+    """function(), a product of somebody else's that puts out so many rows of the layer that is being served: there, if
+    they have room. Just function() where no layer is, or its buffer lends no memory."""
+    lender = None if _serving is None else place(*_serving[1:])
+    return function() if _serving is None or lender is None else lender.registered(function, rows, *_serving[1:])
 
 
 def _create(

@@ -189,19 +189,13 @@ class GroupedExperts(MegatronModule):
         later = [self._delay(weight) for weight in (self.weight1, self.weight2)]
         # Where probabilities were multiplied in, it is not this gradient that combine sums.
         dispatched = weights is not None and not self._freed(rows)
-        lender = buffers.gradient_place(rows.shape[1], rows.dtype) if dispatched else None
+        lender = buffers.place(rows.shape[1], rows.dtype) if dispatched else None
         h = grouped_mm(rows, stacks[0], ends, **how, arriving=arriving[0], delay=later[0], gradient_place=lender)
         again = self._activated_again(h, weights)
         h = weighted_activation(h, weights, self.kind)
         how |= {"arriving": arriving[1], "delay": later[1], "remake": again}
-        to_come = len(pairs) > 1 and (arriving[1] is not None or first_rows is None)
-        if self._stores(h, to_come):
-            out = None if self._freed(h) else buffers.empty_rows(h.shape[0], self.weight2.shape[1], h.dtype)
-            return grouped_mm(h, stacks[1], ends, **how, out=out), None
-        second = functools.partial(grouped_mm, h, stacks[1], ends, **how)
-        # Of several stacks, and where Transformer Engine multiplies, more is made that would take the outputs' room.
-        alone = len(pairs) == 1 and self.backend != "te"
-        return buffers.registered_rows(second, h.shape[0]) if alone else second(), None
+        place = None if self._freed(h) else buffers.place(self.weight2.shape[1], h.dtype)
+        return grouped_mm(h, stacks[1], ends, **how, place=place), None
 
     def _activated_again(
         self, h: torch.Tensor, weights: torch.Tensor | None
@@ -212,12 +206,6 @@ class GroupedExperts(MegatronModule):
             return None
         kept = h.detach(), None if weights is None else weights.detach()
         return functools.partial(weighted_activation, kind=self.kind), kept
-
-    def _stores(self, h: torch.Tensor, to_come: bool) -> bool:
-        """Whether the second product stores where it is told. On a GPU "auto" stays with torch's kernel, which takes no
-        place, where it is not asked for fp8 and no weights are to come or to be found on the device."""
-        told = h.device.type == "cpu" or self.precision == "fp8" or to_come
-        return self.backend in ("triton", "loop") or (self.backend == "auto" and told)
 
     def _freed(self, like: torch.Tensor) -> bool:
         """Whether rows that we make are freed by resizing their storage to nothing, as the 1F1B overlap does, which a

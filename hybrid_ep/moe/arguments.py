@@ -104,9 +104,9 @@ def arriving_weights(arriving: Any) -> None:
         )
 
 
-def gradient_place(given: Any) -> None:
-    if given is not None and not all(callable(getattr(given, name, None)) for name in ("empty", "registered")):
+def lender(name: str, given: Any) -> None:
+    if given is not None and not all(callable(getattr(given, method, None)) for method in ("empty", "registered")):
         raise ValueError(
-            f"gradient_place={given!r:.80} must lend memory by empty() and registered(), as a HybridEPBuffer does; "
-            "give one, or None"
+            f"{name}={given!r:.80} must lend memory by empty() and registered(), as a HybridEPBuffer does; give one, "
+            "or None"
         )

@@ -73,6 +73,7 @@ def grouped_mm(
     precision: str = "params",
     delay: Delay | None = None,
     remake: Remake | None = None,
+    place: Place | None = None,
     gradient_place: Place | None = None,
 ) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
@@ -114,10 +115,10 @@ def grouped_mm(
     remake: a function and the tensors that it takes: it makes x again, with the same bits, in the backward, where
     weight gradients ask for it; x itself is not kept, and the tensors are, as autograd keeps what it saves.
 
-    gradient_place: a HybridEPBuffer, or what lends memory as one does: x's gradient is stored there, for a dispatch's
-    rows where the combine of its backward reads them in place. By empty() or, of "torch" on a GPU with one stack, by
-    registered(); "te" makes more than its result, and stays outside. "auto" takes the loop for it on a CPU, and on a
-    GPU what it takes without.
+    place, gradient_place: a HybridEPBuffer, or what lends memory as one does: the result, and x's gradient, are stored
+    there, where combine reads experts' outputs, and the combine of a dispatch's backward the gradient of its rows, in
+    place. By empty() or, of "torch" with one stack, by registered(); "te" makes more than its result, and stays
+    outside. "auto" takes the loop for it on a CPU, and on a GPU what it takes without. out goes before place.
 
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "triton", and with "torch" for one stack or with
@@ -132,7 +133,8 @@ def grouped_mm(
         arguments.out_memory(out, x, stacks)
     if arriving is not None:
         arguments.arriving_weights(arriving)
-    arguments.gradient_place(gradient_place)
+    arguments.lender("place", place)
+    arguments.lender("gradient_place", gradient_place)
     if delay is not None and not callable(delay):
         raise ValueError(f"delay={delay!r:.80} is not callable; give a function of a function, or None")
     takes = isinstance(remake, tuple) and len(remake) == 2 and callable(remake[0])
@@ -140,9 +142,17 @@ def grouped_mm(
         raise ValueError(f"remake={remake!r:.80} is no (function, tensors); give what makes x again, or None")
     groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
     arriving = arriving if len(stacks) > 1 else None
-    stores = out is not None or (gradient_place is not None and x.device.type == "cpu")
+    lent = place is not None or gradient_place is not None
+    stores = out is not None or (lent and x.device.type == "cpu")
     machine = _choose(backend, x, stacks, groups, stores, arriving is not None, precision)
-    return _GroupedMM.apply(out, x, groups, machine, tail, _Wishes(arriving, delay, remake, gradient_place), *stacks)
+    wishes = _Wishes(arriving, delay, remake, gradient_place)
+
+    def product(into: torch.Tensor | None) -> torch.Tensor:
+        return _GroupedMM.apply(into, x, groups, machine, tail, wishes, *stacks)
+
+    if out is not None:
+        return product(out)
+    return _placed(product, place, machine[0], len(stacks), (x.shape[0], stacks[0].shape[2], x.dtype), x.device)
 
 
 class _Wishes(NamedTuple):
@@ -312,26 +322,35 @@ def _gradient_of_rows(
     of: range | None = None,
 ) -> torch.Tensor:
     """[N, K], where the caller wants it; of: of these stacks' rows, for now."""
-    place, like = wishes.gradient_place, (grad.shape[0], turned[0].shape[2], grad.dtype)
-    if place is None or not grad.shape[0] or not like[1]:
-        return _rows_times_stacks(grad, turned, groups, machine, tail, None, of)
-    if machine[0].stores:
-        try:
-            out = place.empty(*like)
-        except BufferFailedError:  # since the forward; whoever combines the gradient will hear of it
-            out = None
-        out = out if out is not None and out.device == grad.device else None
+
+    def product(out: torch.Tensor | None) -> torch.Tensor:
         return _rows_times_stacks(grad, turned, groups, machine, tail, out, of)
 
-    def product() -> torch.Tensor:
-        return _rows_times_stacks(grad, turned, groups, machine, tail, None, of)
-
-    if not machine[0].makes_one or len(turned) > 1:  # more tensors than the result, which would take its room
-        return product()
+    like = grad.shape[0], turned[0].shape[2], grad.dtype
     try:
-        return place.registered(product, *like)
-    except BufferFailedError:
-        return product()
+        return _placed(product, wishes.gradient_place, machine[0], len(turned), like, grad.device)
+    except BufferFailedError:  # since the forward; whoever combines the gradient will hear of it
+        return product(None)
+
+
+def _placed(
+    product: Callable[[torch.Tensor | None], torch.Tensor],
+    place: Place | None,
+    backend: Backend,
+    num_stacks: int,
+    like: tuple[int, int, torch.dtype],
+    device: torch.device,
+) -> torch.Tensor:
+    """product(where to store, or None for where it chooses), of a shape and a type, in a lender's memory. Of several
+    stacks who chooses makes more than the result, which would take its room."""
+    if place is None or not like[0] or not like[1]:
+        return product(None)
+    if backend.stores:
+        out = place.empty(*like)
+        return product(out if out.device == device else None)
+    if backend.makes_one and num_stacks == 1:
+        return place.registered(lambda: product(None), *like)
+    return product(None)
 
 
 def _rows_times_stacks(

@@ -1,8 +1,6 @@
 """What a rank does in the tests of experts in fp8: clones against owners, training against 16 bits, Megatron's flag."""
 
 import dataclasses
-import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,18 +134,6 @@ def one_expert_a_token(ep):
     others = {k for k, g in found["off"].items() if not torch.equal(g, found["exact"][k])}
     assert all(".mlp.experts." in k for k in others), others
     return max(apart.values())
-
-
-def places():
-    """The (backend, precision, device, whether weights are to come) of second products that store where combine reads:
-    torch makes the others' results there, if it can."""
-    cases = itertools.product(("auto", "triton", "torch"), ("params", "fp8"), ("cpu", "cuda"), (False, True))
-    found = set()
-    for backend, precision, device, to_come in cases:
-        module = SimpleNamespace(backend=backend, precision=precision)
-        if experts.GroupedExperts._stores(module, SimpleNamespace(device=torch.device(device)), to_come):
-            found.add((backend, precision, device, to_come))
-    return found
 
 
 def travelling(ep):

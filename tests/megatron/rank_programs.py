@@ -382,17 +382,18 @@ def rows_for_outputs(ep):
     for cls in (Lending, OfOthers):
         megatron_patches.apply(timeout_s=60.0, buffer_class=cls)
         for _ in range(2):  # the buffer lends before the first dispatch as little as after a combine
-            assert buffers.empty_rows(4, HIDDEN, torch.float32) is None
+            assert buffers.place(HIDDEN, torch.float32) is None
             dispatcher = make_dispatcher("ours", groups, ep)
             manager = dispatcher._comm_manager
             x, p = dispatcher.dispatch_preprocess(*batch)
             rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(x, p))
-            given = buffers.empty_rows(len(rows), HIDDEN, torch.float32)
+            lender = buffers.place(HIDDEN, torch.float32)
+            given = None if lender is None else lender.empty(len(rows), HIDDEN, torch.float32)
             if cls is Lending:
                 assert lent.pop() is manager.buffer and given.shape == rows.shape
             assert (given is None) == (cls is OfOthers)
-            assert buffers.empty_rows(4, HIDDEN + 8, torch.float32) is None
-            assert buffers.empty_rows(4, HIDDEN, torch.bfloat16) is None
+            assert buffers.place(HIDDEN + 8, torch.float32) is None
+            assert buffers.place(HIDDEN, torch.bfloat16) is None
             dispatcher.token_combine(run_experts(dispatcher, rows, counts, row_probs))
         megatron_patches.revert()
         assert not lent

@@ -14,7 +14,7 @@ def run(num_ranks, *programs):
 
 @pytest.fixture(scope="module")
 def alone():
-    return run(1, ("products",), ("places",), ("clones",))[0]
+    return run(1, ("products",), ("clones",))[0]
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +22,8 @@ def on_two_ranks():
     return run(2, ("training", 2, 6), ("one_expert_a_token", 2), ("travelling", 2), ("with_megatrons_flag", 2))
 
 
-def test_experts_multiply_as_the_reference_does_and_store_where_combine_reads(alone):
-    here, on_gpus = ({case for case in alone["places"] if case[2] == device} for device in ("cpu", "cuda"))
-    assert {case[0] for case in here} == {"auto", "triton"}, "torch's kernel makes a result of its own"
-    of_triton = {("triton", p, "cuda", c) for p in ("params", "fp8") for c in (False, True)}
-    auto = {("auto", "fp8", "cuda", False), ("auto", "fp8", "cuda", True), ("auto", "params", "cuda", True)}
-    assert on_gpus == of_triton | auto
+def test_experts_multiply_as_the_reference_does(alone):
+    assert "products" in alone, "which compares by itself"
 
 
 def test_a_clone_gives_its_owners_bits_and_a_gradient_of_other_blocks(alone):

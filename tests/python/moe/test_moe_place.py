@@ -1,4 +1,4 @@
-"""gradient_place of grouped_mm: where the gradient of rows lies, and that it is the same."""
+"""place and gradient_place of grouped_mm: where the result and the gradient of rows lie, and that they are the same."""
 
 from __future__ import annotations
 
@@ -94,6 +94,8 @@ def test_what_lends_nothing_is_refused():
     x, w, _ = problem((3, 2), 0, torch.float32)
     with pytest.raises(ValueError, match="gradient_place='here' must lend memory"):
         grouped_mm(x, w, offsets_of((3, 2)), gradient_place="here")
+    with pytest.raises(ValueError, match="^place=7 must lend memory"):
+        grouped_mm(x, w, offsets_of((3, 2)), place=7)
 
 
 def test_rows_of_stacks_on_their_way_come_into_the_same_memory():
@@ -107,3 +109,23 @@ def test_rows_of_stacks_on_their_way_come_into_the_same_memory():
     bringer.take()
     out.backward(grad)
     assert torch.equal(seen[0], want) and seen[0].data_ptr() == lender.lent[0].data_ptr() and len(lender.lent) == 1
+
+
+@pytest.mark.parametrize("backend", ["auto", "loop", "torch"])
+@pytest.mark.parametrize("stacks", [1, 2])
+def test_the_result_lies_where_who_multiplies_can_put_it(backend, stacks):
+    lender, (x, w, _) = Lender(), problem((3, 0, 5, 2), 2, torch.bfloat16)
+    parts, ends = list(w.tensor_split(stacks)), offsets_of((3, 0, 5, 2))
+    want = grouped_mm(x, parts, ends, backend="loop" if backend == "auto" else backend)
+    out = grouped_mm(x, parts, ends, backend=backend, place=lender)
+    assert torch.equal(out, want)
+    if backend == "torch":
+        assert not lender.lent and len(lender.entered) == (stacks == 1)
+    else:
+        assert lender.lent[0].data_ptr() == out.data_ptr() and not lender.entered
+
+
+def test_memory_that_is_given_goes_before_a_lender():
+    lender, (x, w, _) = Lender(), problem((3, 2), 0, torch.float32)
+    out = torch.empty(5, w.shape[2], dtype=torch.float32)
+    assert grouped_mm(x, w, offsets_of((3, 2)), out=out, place=lender) is out and not lender.lent
