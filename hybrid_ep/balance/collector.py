@@ -4,8 +4,9 @@
     each iteration:  begin(n);  add(layer, routing_map) after every router;  end()
 
 Nothing waits for the device inside the range. With its last iteration the counts of all ranks are summed on rank 0,
-which writes one file. A run that ends earlier has nobody left to talk to: every rank writes its own part, and
-`statistics.load` of the same path sums the parts over the iterations that all of them have.
+which writes one file, with what each rank sent to each expert in the whole range (sources.py). A run that ends earlier
+has nobody left to talk to: every rank writes its own part, and `statistics.load` of the same path sums the parts over
+the iterations that all of them have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.balance import statistics
+from hybrid_ep.balance import sources, statistics
 from hybrid_ep.balance.statistics import LoadStatistics
 
 MAX_ITERATIONS = 10_000  # 58 layers of 256 experts: 119 KB of device memory each
@@ -121,23 +122,30 @@ class LoadCollector:
         self._closed = True
         if not self._done:
             return
-        whole = self._sum() if self._num_ranks > 1 else self._own()
-        if whole is None:
+        whole, sent = self._sum() if self._num_ranks > 1 else self._alone()
+        if whole is None or sent is None:
             return
-        self._write(self.path, whole)
+        self._write(self.path, whole, sent=sent)
         self._say(
             f"expert loads of iterations {self._range()} ({len(whole.layers)} layers, {whole.counts.shape[2]} "
             f"experts, {self._num_ranks} ranks) are in {self.path}"
         )
 
-    def _write(self, path: Path, part: LoadStatistics, rank: int = 0, files: int = 1) -> None:
+    def _write(
+        self, path: Path, part: LoadStatistics, rank: int = 0, files: int = 1, sent: np.ndarray | None = None
+    ) -> None:
+        """sent: int64 [ranks, experts], the whole range's; None: the file is of one rank."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.suffix == ".jsonl":
             staging = path.with_name(f".{path.name}")
             statistics.save_jsonl(staging, part)
+            if sent is not None:
+                sources.save(staging, sent, part.iterations)
             os.replace(staging, path)
         else:
             statistics.save_tensorrt(path, part, self.topk, rank, files)
+            if sent is not None:
+                sources.save(path, sent, part.iterations)
 
     def _write_part(self) -> Path:
         own = self._own()
@@ -156,8 +164,13 @@ class LoadCollector:
         counts = np.array([row for row in rows if len(row) == len(layers)], dtype=np.int64)
         return LoadStatistics(counts.reshape(len(whole), len(layers), -1 if layers else 0), tuple(whole), tuple(layers))
 
-    def _sum(self) -> LoadStatistics | None:
-        """All ranks' counts on rank 0, None elsewhere. Layers may live on different ranks (pipeline stages)."""
+    def _alone(self) -> tuple[LoadStatistics, np.ndarray]:
+        own = self._own()
+        return own, own.total().sum(axis=0, keepdims=True)
+
+    def _sum(self) -> tuple[LoadStatistics | None, np.ndarray | None]:
+        """All ranks' counts and int64 [ranks, experts] of each on rank 0, None elsewhere. Layers may live on different
+        ranks (pipeline stages)."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         iterations = sorted(self._done)
         mine = {layer: now[layer] for now in self._done.values() for layer in now}
@@ -181,16 +194,20 @@ class LoadCollector:
         present[sorted(mine)] = 1
         dist.reduce(present, 0)
         block = max(1, _BLOCK_BYTES // max(1, 8 * present.numel() * experts))
-        sums = []
+        sums, sent = [], torch.zeros(experts, dtype=torch.int64, device=device)
         for start in range(0, number, block):
             chosen = iterations[start : start + block]
             dense = torch.zeros(len(chosen), present.numel(), experts, dtype=torch.int64, device=device)
             for row, iteration in zip(dense, chosen, strict=True):
                 for layer, counts in self._done[iteration].items():
                     row[layer] = counts
+            sent += dense.sum(dim=(0, 1))
             dist.reduce(dense, 0)
             sums.append(dense.cpu().numpy() if self._rank == 0 else None)
-        if self._rank:
-            return None
+        of_ranks = [torch.empty_like(sent) for _ in range(self._num_ranks)] if self._rank == 0 else None
+        dist.gather(sent, of_ranks, 0)
+        if of_ranks is None:
+            return None, None
         layers = np.flatnonzero(present.cpu().numpy())
-        return LoadStatistics(np.concatenate(sums)[:, layers], tuple(iterations), tuple(layers.tolist()))
+        whole = LoadStatistics(np.concatenate(sums)[:, layers], tuple(iterations), tuple(layers.tolist()))
+        return whole, torch.stack(of_ranks).cpu().numpy()

@@ -3,8 +3,10 @@
     recipe      metrics.jsonl: "rank_sent" [source][rank]
     megatron    the routing trace, each line of one rank
     a file each a TensorRT-LLM folder or a folder of parts, where every rank wrote its own tokens' counts
+    collector   the last line of its JSONL, or sources.json in its folder: {"iterations": [first, last],
+                "sources": [rank][expert]}, summed over layers and these iterations
 
-A file of counts that were summed over the job does not say it."""
+Other files of counts that were summed over the job do not say it."""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from hybrid_ep.balance import inputs, statistics
+
+SOURCES_FILE = "sources.json"
 
 
 def load(
@@ -36,15 +40,16 @@ def load(
     if not path.exists() and statistics.parts_folder(path).is_dir():
         path = statistics.parts_folder(path)
     if path.is_dir():
-        found = _of_files(path, between)
+        summed = path / SOURCES_FILE
+        found = _of_lines(summed, num_ranks, num_experts, between) if summed.is_file() else _of_files(path, between)
     elif path.is_file():
         found = _of_lines(path, num_ranks, num_experts, between)
     else:
         raise ValueError(f"{path}: no such file or folder")
     if not found:
         raise ValueError(
-            f"{path}: does not say whose tokens it counts; metrics.jsonl of a recipe, Megatron's routing trace and "
-            "folders with a file of each rank do"
+            f"{path}: does not say whose tokens it counts; metrics.jsonl of a recipe, Megatron's routing trace, "
+            "files of --hybrid-ep-load-stats and folders with a file of each rank do"
         )
     widest = max(len(counts) for counts in found.values())
     counts = np.stack([np.pad(found[rank], (0, widest - len(found[rank]))) for rank in sorted(found)])
@@ -53,6 +58,15 @@ def load(
             f"ep_size is {num_ranks}: it does not divide {widest} experts; give another size, or --experts"
         )
     return counts.reshape(len(counts), num_ranks, -1).sum(axis=2)
+
+
+def save(path: str | Path, counts: np.ndarray, iterations: Sequence[int]) -> None:
+    """Says whose tokens a record counts: appended to a JSONL file, as a file of its own in a folder. counts: int64
+    [ranks, experts], summed over layers and over the iterations."""
+    path = Path(path)
+    whole = {"iterations": [min(iterations), max(iterations)], "sources": counts.tolist()}
+    with open(path / SOURCES_FILE if path.is_dir() else path, "w" if path.is_dir() else "a") as file:
+        file.write(json.dumps(whole, separators=(",", ":")) + "\n")
 
 
 def _of_files(folder: Path, between: tuple[int, int] | None) -> dict[int, np.ndarray]:
@@ -93,6 +107,9 @@ def _of_lines(
             continue
         try:
             record = json.loads(line)
+            if "sources" in record:
+                _add_summed(found, record, between)
+                continue
             step = record.get("step")
             if step is None or not (record.keys() & _FORMS.keys()):
                 continue
@@ -109,6 +126,17 @@ def _of_lines(
     if steps and not found:
         raise _nothing_between(path, between, steps)
     return found
+
+
+def _add_summed(found: dict[int, np.ndarray], record: dict[str, Any], between: tuple[int, int] | None) -> None:
+    first, last = record["iterations"]
+    if between not in (None, (first, last)):
+        raise ValueError(
+            f"has the tokens of ranks summed over iterations {first} to {last}, not from {between[0]} to {between[1]}: "
+            "leave --between out"
+        )
+    for rank, counts in enumerate(record["sources"]):
+        _add(found, rank, np.asarray(counts, dtype=np.int64))
 
 
 _FORMS = {"top_indices": "Megatron's routing trace", "rank_sent": "metrics.jsonl of a recipe"}

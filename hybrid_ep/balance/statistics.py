@@ -2,7 +2,8 @@
 
     recipe      metrics.jsonl of a run of this project's recipes: {"step", "expert_load": [layer][expert]}; lines
                 without loads (evaluations) are passed over; the first layer is 1, as in the run's pictures
-    own         JSONL, a line per iteration and layer: {"iteration": 100, "layer": 3, "counts": [E integers]}
+    own         JSONL, a line per iteration and layer: {"iteration": 100, "layer": 3, "counts": [E integers]}; a line
+                {"sources"} is passed over, see sources.py
     megatron    JSONL of --moe-routing-trace-path: {"step", "layer", "rank", "top_indices"}, counted and summed
                 over ranks
     tensorrt    a folder with meta_info.json and rank*.safetensors, keys "{iteration}_{layer}" -> counts [E],
@@ -143,6 +144,8 @@ def _jsonl_records(path: Path, num_experts: int | None) -> Iterator[tuple[int, i
         place = None  # of a line of a trace
         try:
             record = json.loads(line)
+            if "sources" in record:
+                continue
             if "step" in record and "top_indices" not in record:
                 for layer, counts in enumerate(record.get("expert_load", ()), 1):
                     yield record["step"], layer, np.asarray(counts)

@@ -68,7 +68,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sources",
         action="store_true",
-        help="also who sends to whom: of a recipe's metrics.jsonl, or with --ep of a trace, or of a file of each rank",
+        help="also who sends to whom: of a recipe's metrics.jsonl, or with --ep of --hybrid-ep-load-stats, of a "
+        "trace, or of a file of each rank",
     )
     parser.add_argument(
         "--layout",

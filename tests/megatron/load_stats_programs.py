@@ -47,7 +47,8 @@ def _count_from_outside(layers, recompute, seen):
 
 
 def collect(path, wanted, balance="off", recompute=False, die_in=None, environment=None):
-    """Train ITERATIONS iterations, each with an evaluation after it. Counts of all ranks as {iteration: {layer: []}}.
+    """Train ITERATIONS iterations, each with an evaluation after it. Counts of all ranks as {iteration: {layer: []}},
+    and as "sources" what each rank sent to each expert in the iterations that are wanted.
 
     die_in: the iteration in which the forward raises, on every rank.
     """
@@ -93,11 +94,14 @@ def collect(path, wanted, balance="off", recompute=False, die_in=None, environme
     except FloatingPointError:
         if number != die_in:
             raise
-    counts = {}
+    counts, own = {}, torch.zeros(8, dtype=torch.int64)
     for (number, layer), mine in sorted((k, v) for k, v in seen.items() if k != "iteration"):
+        own += mine if wanted and wanted[0] <= number <= wanted[1] else 0
         dist.all_reduce(mine)
         counts.setdefault(number, {})[layer] = mine.tolist()
-    return counts
+    of_ranks = [torch.empty_like(own) for _ in range(ep)]
+    dist.all_gather(of_ranks, own)
+    return {**counts, "sources": torch.stack(of_ranks).tolist()}
 
 
 def collect_and_revert(*arguments):
@@ -117,7 +121,8 @@ def collect_and_revert(*arguments):
 def collect_in_a_pipeline(complete, early):
     """Two stages of two MoE layers each, EP2, four iterations; ranges 2-3 into `complete` and 2-9 into `early`.
 
-    Counts of all ranks for both, [iteration][layer][expert]; layers are numbered here without asking Megatron.
+    Counts of all ranks for both, [iteration][layer][expert], and of each rank in iterations 2 and 3, [rank][expert];
+    layers are numbered here without asking Megatron.
     """
     initialize(2, pp=2)
     stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
@@ -134,8 +139,10 @@ def collect_in_a_pipeline(complete, early):
         for _ in range(4):
             job.train_step()
         megatron_patches.revert()
+        of_ranks = [torch.empty(EXPERTS, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, seen[1:3].sum(dim=(0, 1)))
         dist.all_reduce(seen)
-        counts.append(seen.tolist())
+        counts.append((seen.tolist(), torch.stack(of_ranks).tolist()))
     return counts
 
 

@@ -7,7 +7,7 @@ import parity_world
 import pytest
 from test_dispatcher import Program
 
-from hybrid_ep.balance import statistics
+from hybrid_ep.balance import sources, statistics
 from hybrid_ep.cli import main
 
 
@@ -41,16 +41,23 @@ def test_files_hold_what_the_routers_decided(tmp_path, capsys, num_ranks, name, 
     for layer in (1, 2):
         total = [sum(column) for column in zip(*(counts[i][layer] for i in (2, 3, 4)), strict=True)]
         assert f"layer {layer}: {total}" in said
+    assert sources.load(path, 8).tolist() == counts["sources"]  # as if each expert were a rank's
+    assert len(set(map(str, counts["sources"]))) == num_ranks, "or another order of ranks would do"
+    assert main(["balance", "report", str(path), "--ep", "2", "--sources"]) == 0
+    assert "tokens from ranks to ranks" in capsys.readouterr().out
 
 
 def test_a_pipelines_stages_make_one_file(tmp_path):
     """PP2 x EP2: layers carry their number in the whole model, in the summed file and in the parts of a run that ends
     inside the range."""
     paths = tmp_path / "loads.jsonl", tmp_path / "early.jsonl"
-    for path, counts, last in zip(paths, run("collect_in_a_pipeline", 4, *map(str, paths))[0], (3, 4), strict=True):
+    for path, (counts, of_ranks), last in zip(
+        paths, run("collect_in_a_pipeline", 4, *map(str, paths))[0], (3, 4), strict=True
+    ):
         numbered = {i: dict(enumerate(layers, 1)) for i, layers in enumerate(counts, 1)}
         assert_holds(path, numbered, range(2, last + 1), (1, 2, 3, 4))
         assert len({str(numbered[2][layer]) for layer in (1, 2, 3, 4)}) == 4, "or another order of layers would do"
+        assert sources.load(path, len(of_ranks[0]), between=(2, 3)).tolist() == of_ranks
 
 
 def test_a_run_that_fails_inside_the_range_leaves_what_it_had(tmp_path):

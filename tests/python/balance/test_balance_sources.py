@@ -53,6 +53,25 @@ def test_a_file_of_each_rank(tmp_path):
         sources.load(tmp_path / "loads.jsonl", 2)
 
 
+@pytest.mark.parametrize("name", ["loads.jsonl", "folder"])
+def test_counts_that_were_summed_say_it_beside(tmp_path, name):
+    """As a LoadCollector writes them: whole for its range, refused for a part, no obstacle to those who read counts."""
+    path, summed, sent = tmp_path / name, by_rank(1), np.array([[5, 3, 4, 4], [7, 5, 4, 4]])
+    if name == "folder":
+        pytest.importorskip("safetensors")
+        statistics.save_tensorrt(path, summed, topk=1, files=1)
+    else:
+        statistics.save_jsonl(path, summed)
+    sources.save(path, sent, summed.iterations)
+    assert sources.load(path, 2).tolist() == sources.load(path, 2, between=(5, 6)).tolist() == WANT.tolist()
+    assert sources.load(path, 4, 4).tolist() == sent.tolist()
+    with pytest.raises(ValueError, match=r"json.*summed over iterations 5 to 6, not from 5 to 5: leave --between out"):
+        sources.load(path, 2, between=(5, 5))
+    with pytest.raises(ValueError, match="does not divide 4 experts"):
+        sources.load(path, 3)
+    assert (statistics.load(path).counts == summed.counts).all()
+
+
 def test_metrics_of_a_recipe(tmp_path, capsys):
     lines = [{"step": 0, "held_out_loss": 5.5}]
     lines += [{"step": n, "expert_load": [[n, 3, 2, 2]], "rank_sent": [[n, 1], [3, 3]]} for n in (1, 2)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_ep.balance import collector, loads, plan_file, report, statistics
+from hybrid_ep.balance import collector, loads, plan_file, report, sources, statistics
 from hybrid_ep.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,6 +113,7 @@ def test_collector_keeps_to_its_range(tmp_path):
     # Iterations that pass over the last one end the range too; the earlier file is kept.
     collected(path, 3, 5, [4, 7], said)
     assert statistics.load(path).iterations == (4,) and "is of an earlier run" in said[1]
+    assert sources.load(path, 3).tolist() == [[4, 1, 0]]
     assert statistics.load(tmp_path / "s.jsonl.1").iterations == (3, 4, 5)
 
 
