@@ -307,7 +307,8 @@ class Engine:
                    arenas: Sequence[Segment] = []) -> Engine:
         """For measuring the host's own work: launches nothing, moves nothing; see runtime/unlaunched.h."""
 
-    def waited_ns(self) -> list[int]: ...
+    def waited_ns(self) -> dict[str, list[int]]:
+        """For each kind of operation, the nanoseconds that it waited for each rank."""
 
 
 class HeaderRanges:

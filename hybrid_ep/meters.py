@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hybrid_ep.runtime.metered import summed
+
 if TYPE_CHECKING:
     from hybrid_ep.runtime.session import Session
+
+
+WAITED_IN = ("exchange", "dispatch", "combine")
 
 
 class Meters:
@@ -25,17 +30,26 @@ class Meters:
         """Counts traffic() and wait_seconds() from here on."""
         self._open_session().reset_traffic()
 
-    def wait_seconds(self) -> list[float]:
-        """For each rank of the group, the seconds that this rank's exchanges of counts waited for it since construction
-        or reset_traffic(): from when this rank was ready until that one's counts were there. They wait for every rank,
-        in each dispatch that is given a routing and in each plan_clones, so that whoever is late for them, for its
-        experts took longer, say, is here with its delay on all others; itself it waits for nobody.
+    def wait_seconds(self, during: str | None = None) -> list[float]:
+        """For each rank of the group, the seconds that this rank waited for it to come to an operation, since
+        construction or reset_traffic(). Whoever is late, for its experts took longer, say, is here with its delay on
+        all others; itself it waits for nobody. `during`, None for all of them together:
 
-        Always counted: by the lane that waits, where it waits. A rank that came while another was waited for counts in
-        full where each has a lane of its own, on a GPU with one node of up to 512 ranks; elsewhere for what it took
-        beyond the other, so that on a host, whose lane looks at one after the other, it may have 0. Not counted: calls
-        by a handle and the latency path, which exchange no counts, and what waits for rows."""
-        return self._open_session().wait_seconds()
+        * "exchange": until that rank's counts were there, in each dispatch that is given a routing and in each
+          plan_clones; of all ranks of the group.
+        * "dispatch", "combine": until that rank had begun the same one, by a handle or not, of the ranks of this node.
+          A combine follows the experts, so that a rank whose experts take longer is late for it. A rank of another node
+          counts on its own node's ranks.
+
+        Always counted: by the lane that waits, where it waits, in one block. A rank that came while another was waited
+        for counts in full where each has a lane of its own, on a GPU with one node (of up to 512 ranks in an exchange,
+        32 in a dispatch and a combine); elsewhere for what it took beyond the other, so that on a host, whose lane
+        looks at one after the other, it may have 0. Not counted: the latency path, and what waits for rows.
+        ValueError."""
+        if during is not None and during not in WAITED_IN:
+            raise ValueError(f"during={during!r} must be one of {WAITED_IN}, or None for all of them")
+        waited = self._open_session().wait_seconds()
+        return summed(*waited.values()) if during is None else waited[during]
 
     def kernel_seconds(self) -> float:
         """Seconds in this rank's launches since the first call of this method, which starts the clock; waits for those

@@ -31,7 +31,7 @@ SCALARS = {
 LISTS = {
     "expert_load": ("tokens [layer][expert]", "routed to each expert in the step"),
     "rank_sent": ("tokens [source rank][rank of its group]", "routed to experts there without balancing, all layers"),
-    "rank_waited": ("s [rank][rank of its group]", "waited for it in exchanges of counts; zeros but over hybrid_ep"),
+    "rank_waited": ("s [rank][rank of its group]", "waited for it to come to an operation; zeros but over hybrid_ep"),
     "balanced_rank_load": ("tokens [layer][rank]", "computed by each rank in the latest micro-batch, with clones"),
 }
 BY_LAYER = {

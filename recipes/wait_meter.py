@@ -8,7 +8,7 @@ from megatron_patches import buffers
 
 
 class WaitMeter:
-    """Seconds that this rank's exchanges of counts waited for each rank of its expert-parallel group."""
+    """Seconds that this rank waited for each rank of its expert-parallel group."""
 
     def __init__(self, num_ranks: int) -> None:
         self._before = torch.zeros(num_ranks, dtype=torch.float64, device="cpu")

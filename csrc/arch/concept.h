@@ -139,6 +139,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.st_release_sys_each(int{}, mut_flags, uint64_t{}) };
   { a.add_release_sys_each(int{}, mut_flags, static_cast<uint64_t (*)(int)>(nullptr)) };  // 0: nothing is done
   { a.wait_ge_sys_each(int{}, flags, uint64_t{}, infos) };
+  { a.wait_ge_sys_each(int{}, flags, uint64_t{}, infos, mut_flags) };  // counts as wait_ge_sys_warp does
   // By all lanes of a warp, which come together first. What any of them did before is released; what any acquired is
   // everybody's. The wait says, as warp_whole does, whether every lane came back from it. To the counters that
   // `waited` gives (null: none) count_rank adds the nanoseconds from the first look that found a flag missing until

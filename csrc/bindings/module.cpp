@@ -94,6 +94,21 @@ std::map<std::string, uint64_t> traffic(const Engine& e) {
           {"count_bytes", t.count_bytes}};
 }
 
+std::map<std::string, std::vector<uint64_t>> waited_ns(const Engine& e) {
+  const std::vector<uint64_t> all = [&e] {
+    py::gil_scoped_release release;
+    return e.waited_ns();
+  }();
+  const auto ranks = std::ptrdiff_t(all.size() / kNumWaitedIn);
+  const auto in = [&](WaitedIn kind) {
+    const auto first = all.begin() + ranks * std::ptrdiff_t(kind);
+    return std::vector(first, first + ranks);
+  };
+  return {{"exchange", in(WaitedIn::kExchange)},
+          {"dispatch", in(WaitedIn::kDispatch)},
+          {"combine", in(WaitedIn::kCombine)}};
+}
+
 void bind_errors() {
   py::register_local_exception_translator([](std::exception_ptr p) {
     try {
@@ -246,7 +261,7 @@ void bind_engine(py::module_& m) {
            "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)
       .def("reset_traffic", &Engine::reset_traffic, Unlocked())
-      .def("waited_ns", &Engine::waited_ns, Unlocked())
+      .def("waited_ns", &waited_ns, "For each kind of operation, the nanoseconds that it waited for each rank.")
       .def(
           "set_stream", [](Engine& e, uint64_t stream) { e.set_stream(reinterpret_cast<void*>(stream)); },
           py::arg("stream"), Unlocked(), "CUDA: the stream of the next operations, in order with those before.");

@@ -71,7 +71,7 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
     case kS2G:
     case kS2G + 1:
       if (!DispatchS2GRole<A, Net>(a, net, p, scatter, smem, warp - kS2G, kScatterWarps)
-               .run(elected, p.blocks.link * kScatterWarps))
+               .run(elected, p.blocks.link * kScatterWarps, a.block_idx() == 0 && warp == kS2G))
         return;
       break;
     case kDeliverG2S:

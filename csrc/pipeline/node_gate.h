@@ -19,6 +19,7 @@ struct NodeGate {
   uint64_t *ready_in, *done_in;  // [L] cache lines in this rank's segment, entry l written by local rank l
   uint64_t* const* peer_ready;   // [L] address of OUR entry in local rank l's ready flags
   uint64_t* const* peer_done;
+  uint64_t* waited;  // [R] nanoseconds that operations of this kind waited for each rank to be ready
 
   HEP_DEVICE uint64_t epoch() const { return injected(Bug::kOneEpoch) ? 1 : *finished + 1; }
   // And what is said with it, a Landing or a Reading. When it is overwritten nobody reads it any more: before this rank
@@ -50,9 +51,13 @@ struct NodeGate {
       a.poll_idle({Site::kLanding, world.rank_of(world.node(), int(l))}, operation, landing.epoch);
     return landing;
   }
+  // False: a lane has left in its wait. counts: what it waits for goes into `waited`; for one warp, since all wait.
   template <bool kTogether = true, class A>
-  HEP_DEVICE bool wait_all_ready(A& a) const {  // false: a lane has left in its wait
-    return injected(Bug::kEnterUnawaited) || wait_all<kTogether>(a, ready_in, Site::kPeerReady);
+  HEP_DEVICE bool wait_all_ready(A& a, bool counts) const {
+    if (injected(Bug::kEnterUnawaited)) return true;
+    return wait_all<kTogether>(a, ready_in, Site::kPeerReady, [=, this](int l) {
+      return counts && l != world.local_rank() ? waited + world.rank_of(world.node(), l) : nullptr;
+    });
   }
   template <class A>
   HEP_DEVICE void announce_done(A& a) const {
@@ -60,7 +65,7 @@ struct NodeGate {
   }
   template <bool kTogether = true, class A>
   HEP_DEVICE bool wait_all_done(A& a) const {
-    return injected(Bug::kDoneUnawaited) || wait_all<kTogether>(a, done_in, Site::kPeerDone);
+    return injected(Bug::kDoneUnawaited) || wait_all<kTogether>(a, done_in, Site::kPeerDone, NotCounted{});
   }
 
  private:
@@ -73,12 +78,12 @@ struct NodeGate {
   HEP_DEVICE void announce(A& a, uint64_t* const* flags) const {
     a.st_release_sys_warp(world.num_local_ranks, [=](int l) { return flags[l]; }, epoch());
   }
-  template <bool kTogether, class A>
-  HEP_DEVICE bool wait_all(A& a, const uint64_t* flags, Site site) const {
+  template <bool kTogether, class A, class Waited>
+  HEP_DEVICE bool wait_all(A& a, const uint64_t* flags, Site site, const Waited& counted) const {
     const auto flag = [=](int l) { return flags + l * kStride; };
     const auto info = [=, this](int l) { return WaitInfo{site, world.rank_of(world.node(), l), -1}; };
-    if constexpr (kTogether) return a.wait_ge_sys_warp(world.num_local_ranks, flag, epoch(), info);
-    a.wait_ge_sys_each(world.num_local_ranks, flag, epoch(), info);
+    if constexpr (kTogether) return a.wait_ge_sys_warp(world.num_local_ranks, flag, epoch(), info, counted);
+    a.wait_ge_sys_each(world.num_local_ranks, flag, epoch(), info, counted);
     return true;
   }
 };

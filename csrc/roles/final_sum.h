@@ -23,7 +23,7 @@ struct FinalSumRole {
   // wait.
   HEP_DEVICE bool run(bool elected, uint32_t worker, uint32_t workers) {
     a.set_role(Role::kFinalSumG2s);
-    if (!rows.begin()) return false;
+    if (!rows.begin(worker == 0)) return false;
     if (kMayLook && rows.look_together())
       sum_together(elected, worker, workers);
     else if (elected)

@@ -26,9 +26,9 @@ struct NodeRows {
         records(arch, {smem, params.records[feed]}, params.record_bytes),
         ranks(arch, params, smem, feed) {}
 
-  // By all lanes, or by the one: waits until all ranks are ready, and reads what they said.
-  HEP_DEVICE bool begin() {
-    if (!p.gate.template wait_all_ready<kTogether>(a)) return false;
+  // By all lanes, or by the one: waits until all ranks are ready, and reads what they said. counts: see NodeGate.
+  HEP_DEVICE bool begin(bool counts) {
+    if (!p.gate.template wait_all_ready<kTogether>(a, counts)) return false;
     epoch = p.gate.epoch();
     ranks.template read<kTogether>(epoch);
     return !kTogether || a.warp_whole();

@@ -20,7 +20,7 @@ struct NodeSumRole {
   // By all lanes of a warp (CombineBlock::feed), of which `elected` does the work. False: a lane has left in its wait.
   HEP_DEVICE bool run(bool elected, std::byte* smem) {
     a.set_role(Role::kNodeSumG2s);
-    if (!rows.begin()) return false;
+    if (!rows.begin(false)) return false;
     if (elected) sum_chunks(smem);
     return true;
   }

@@ -34,10 +34,11 @@ struct DispatchS2GRole {
                params.world.num_local_ranks},
         landings(arch, params, smem, index) {}
 
-  // By all lanes of a warp, of which `elected` does the work. False: a lane has left in its wait.
-  HEP_DEVICE bool run(bool elected, int parties) {
+  // By all lanes of a warp, of which `elected` does the work. False: a lane has left in its
+  // wait. counts: see NodeGate.
+  HEP_DEVICE bool run(bool elected, int parties, bool counts) {
     a.set_role(Role::kS2g);
-    if (!p.gate.wait_all_ready(a) || !landings.read()) return false;  // before anybody's memory is touched
+    if (!p.gate.wait_all_ready(a, counts) || !landings.read()) return false;  // before anybody's memory is touched
     bool last = false;
     if (elected) {
       copy();

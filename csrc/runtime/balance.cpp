@@ -58,7 +58,7 @@ void Engine::balance(const RoutingInput& in, const BalanceCall& c) {
   p.peer_node_flags = {view_.peer_node_flags, int64_t(layout_.clones_node - layout_.counts_node)};
   p.rail_flag_offset = layout_.clones_rail + uint64_t(world_.node()) * BufferLayout::kFlagStride;
   p.traffic = traffic_;
-  p.waited = waited_;
+  p.waited = waited_in(WaitedIn::kExchange);
   Call call(*this);
   executor_->require_shared_memory(p);
   LaunchSettings settings = settings_;

@@ -48,7 +48,7 @@ Engine::Engine(int rank, const BufferShape& shape, Segments segments, double tim
   static_assert(sizeof(RankProgress) <= 64);
   const uint64_t columns = nodes + uint64_t(world_.num_ranks()) + shape.num_experts;
   const uint64_t latency_counts = shape.latency_tokens ? 2 * layout_.num_ranks * layout_.counts.vector_bytes() : 0;
-  const uint64_t waits = align_up(8 * uint64_t(world_.num_ranks()), 64);
+  const uint64_t waits = align_up(8 * kNumWaitedIn * uint64_t(world_.num_ranks()), 64);
   state_ = executor_->allocate(counters + waits + 2 * line + 4 * rails + nodes * shape.rail_slots * 8 +
                                kMostExchangeBlocks * (8 + 4 * columns) + 8 * layout_.groups +
                                layout_.latency_rail.counter_bytes() + latency_counts + line);
@@ -87,12 +87,12 @@ TrafficCounters Engine::traffic() const {
 void Engine::reset_traffic() {
   const TrafficCounters zero{};
   executor_->write(traffic_, &zero, sizeof zero);
-  const std::vector<uint64_t> zeros(size_t(world_.num_ranks()));
+  const std::vector<uint64_t> zeros(kNumWaitedIn * size_t(world_.num_ranks()));
   executor_->write(waited_, zeros.data(), 8 * zeros.size());
 }
 
 std::vector<uint64_t> Engine::waited_ns() const {
-  std::vector<uint64_t> ns(size_t(world_.num_ranks()));
+  std::vector<uint64_t> ns(kNumWaitedIn * size_t(world_.num_ranks()));
   executor_->read(ns.data(), waited_, 8 * ns.size());
   return ns;
 }
@@ -163,11 +163,16 @@ void Engine::make_tables() {
 
 // What every dispatch and combine of this buffer has in common.
 template <class Params>
-void Engine::bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call) const {
+void Engine::bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call, WaitedIn waited) const {
   p.world = world_;
   p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes, rail_call}, view_.peers, uint32_t(tables_.peers.size())};
-  p.gate = {world_,           &progress_->operations, flag(world_.rank, layout_.ready), flag(world_.rank, layout_.done),
-            view_.peer_ready, view_.peer_done};
+  p.gate = {world_,
+            &progress_->operations,
+            flag(world_.rank, layout_.ready),
+            flag(world_.rank, layout_.done),
+            view_.peer_ready,
+            view_.peer_done,
+            waited_in(waited)};
   p.taken = taken_;
   p.taken.blocks = blocks;
   p.peers = {view_.recv, view_.arena, layout_.arena - layout_.recv, layout_.recv - layout_.landed};
@@ -186,7 +191,7 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const CallHeader& heade
   p.peer_node_flags = view_.peer_node_flags;
   p.rail_flag_offset = layout_.counts_rail_flag(0, world_.node());
   p.traffic = traffic_;
-  p.waited = waited_;
+  p.waited = waited_in(WaitedIn::kExchange);
   p.misfits = misfits_;
   p.block_counts = block_counts_;
   std::ranges::copy(header.words(), p.header);
@@ -307,7 +312,8 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   if (c.permute && c.land_in == LandIn::kReceiveRow)
     throw std::logic_error("dispatch: permuted rows do not land in receive order");
   Call call(*this);
-  bind(p, chunk, uint32_t(c.num_blocks), RailCall::word(RailCall::kDispatch, p.message.token_bytes()));
+  bind(p, chunk, uint32_t(c.num_blocks), RailCall::word(RailCall::kDispatch, p.message.token_bytes()),
+       WaitedIn::kDispatch);
   p.plan = plan.view();
   p.x = c.x;
   p.scales = c.scale_bytes ? c.scales : nullptr;
@@ -368,7 +374,8 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   if (c.sum_from == SumFrom::kEveryPair && !executor_->adds_parts())
     throw std::logic_error("combine: this executor adds no parts");
   Call call(*this);
-  bind(p, chunk, uint32_t(c.num_blocks), RailCall::word(RailCall::kCombine, p.partial.row_bytes(), p.partial_dtype));
+  bind(p, chunk, uint32_t(c.num_blocks), RailCall::word(RailCall::kCombine, p.partial.row_bytes(), p.partial_dtype),
+       WaitedIn::kCombine);
   p.blocks = {uint32_t(c.num_blocks), uint32_t(c.local_blocks)};
   p.partials = {world_, flag(world_.rank, layout_.partials), view_.recv, layout_.recv - layout_.partials,
                 uint32_t(layout_.groups)};

@@ -70,6 +70,10 @@ struct SpareCall {
   uint32_t chunk_bytes = 0;  // that a warp copies at a time, a multiple of 16; 0: what the machine has stages for
 };
 
+// What a rank waited in for another: for its counts, or until its memory might be touched.
+enum class WaitedIn : uint32_t { kExchange, kDispatch, kCombine };
+inline constexpr uint32_t kNumWaitedIn = 3;
+
 struct DispatchCall {
   const unsigned char *x = nullptr, *scales = nullptr;
   const float* weights = nullptr;  // [T, weight_stride] in plan order
@@ -124,7 +128,7 @@ class Engine {
   bool on_host() const { return executor_->shares_memory(); }  // where the caller's tensors must lie
   TrafficCounters traffic() const;
   void reset_traffic();  // and waited_ns()
-  // Nanoseconds that this rank's exchanges of counts waited for each rank of the group.
+  // Nanoseconds that operations of each kind waited for each rank of the group: [kNumWaitedIn][R].
   std::vector<uint64_t> waited_ns() const;
   // layout().arena_bytes of registered memory for the caller's tensors. Dispatched rows land in those without a copy.
   Arena& arena() const { return *arena_; }
@@ -202,7 +206,8 @@ class Engine {
   SpareRailParams spare_rail_params(const SpareCall& call) const;
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
-  void bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call) const;
+  void bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call, WaitedIn waited) const;
+  uint64_t* waited_in(WaitedIn kind) const { return waited_ + uint64_t(kind) * uint64_t(world_.num_ranks()); }
   void describe_sum(SumParams& p, const CombineCall& c, const Plan& plan) const;
   unsigned char* arena_of(int local_rank) const;
   std::optional<uint64_t> in_arena(const unsigned char* x, uint64_t bytes) const;
@@ -233,7 +238,7 @@ class Engine {
   uint64_t notification_ticket_ = 0;    // of the last exchange that notifies
   std::shared_ptr<void> state_;         // of the kernels, in their memory
   TrafficCounters* traffic_;            // all of these in state_
-  uint64_t* waited_;                    // [R]
+  uint64_t* waited_;                    // [kNumWaitedIn][R]
   RankProgress* progress_;
   uint64_t* exit_counter_;
   unsigned char* latency_counts_;       // count vectors that the latency path has received, two parities

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from hybrid_ep.runtime.options import Options
 
 
+def summed(*lists: list[float]) -> list[float]:
+    return [sum(of_rank) for of_rank in zip(*lists, strict=True)]
+
+
 class Metered:
     """The part of a session that counts."""
 
@@ -20,16 +24,16 @@ class Metered:
 
     def __init__(self) -> None:
         self._past_traffic: dict[str, int] = {}
-        self._past_waits: list[float] = []
+        self._past_waits: dict[str, list[float]] = {}
 
     def traffic(self) -> dict[str, int]:
         now = self.engine.traffic()
         return {name: value + self._past_traffic.get(name, 0) for name, value in now.items()}
 
-    def wait_seconds(self) -> list[float]:
-        """For each rank of the group."""
-        now = [ns / 1e9 for ns in self.engine.waited_ns()]
-        return [a + b for a, b in zip(now, self._past_waits, strict=True)] if self._past_waits else now
+    def wait_seconds(self) -> dict[str, list[float]]:
+        """{kind of operation: for each rank of the group}."""
+        now = {kind: [ns / 1e9 for ns in of_ranks] for kind, of_ranks in self.engine.waited_ns().items()}
+        return {kind: summed(s, self._past_waits.get(kind, [0.0] * len(s))) for kind, s in now.items()}
 
     def num_launches(self) -> int:
         return self._past_launches + int(self.engine.num_launches)
@@ -44,7 +48,7 @@ class Metered:
     def reset_traffic(self) -> None:
         """And the waits."""
         self.engine.reset_traffic()  # which may refuse
-        self._past_traffic, self._past_waits = {}, []
+        self._past_traffic, self._past_waits = {}, {}
 
     def keep_counts(self) -> None:
         """Before another engine takes this one's place."""

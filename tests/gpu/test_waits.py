@@ -1,4 +1,4 @@
-"""Whom a rank's exchange waited for, counted by the lane that waits: the rank whose launch comes late."""
+"""Whom a rank waited for, counted by the lane that waits: the rank whose launch comes late."""
 
 from __future__ import annotations
 
@@ -12,8 +12,27 @@ from gpu_world import GpuWorld
 DELAY_S = 0.3
 
 
-@pytest.mark.parametrize("shape, late", [((1, 3), 1), ((2, 2), 2)])
-def test_every_other_rank_waits_for_the_late_one(shape, late):
+def routed(buffer, call, _):
+    buffer.dispatch_with_permute(**call, non_blocking=True)
+
+
+def by_handle(buffer, call, handle):
+    buffer.dispatch_with_permute(hidden=call["hidden"], handle=handle, num_permuted_tokens=call["num_permuted_tokens"])
+
+
+def combined(buffer, call, handle):
+    rows = torch.ones(call["num_permuted_tokens"], 64, dtype=torch.bfloat16, device="cuda")
+    buffer.combine_with_unpermute(hidden=rows, handle=handle)
+
+
+STEPS = {"exchange": routed, "dispatch": by_handle, "combine": combined}
+
+
+@pytest.mark.parametrize(
+    "kind, shape, late",
+    [("exchange", (1, 3), 1), ("exchange", (2, 2), 2), ("dispatch", (1, 3), 2), ("combine", (1, 3), 1)],
+)
+def test_every_other_rank_waits_for_the_late_one(kind, shape, late):
     world = GpuWorld(*shape, 2, skew=0)
     size = world.world.size
     meet = threading.Barrier(size)
@@ -24,14 +43,18 @@ def test_every_other_rank_waits_for_the_late_one(shape, late):
         idx = torch.arange(16, device="cuda").view(8, 2) % (2 * size)
         call = {"hidden": x, "topk_idx": idx, "num_of_experts": 2 * size, "num_permuted_tokens": 64 * size}
         buffer.dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=2 * size)  # makes room
+        *_, handle = buffer.dispatch_with_permute(**call, non_blocking=True)
+        combined(buffer, call, handle)  # whose first call loads its kernel
         stream.synchronize()
         buffer.reset_traffic()
         meet.wait(60)
         if rank == late:
             time.sleep(DELAY_S)
-        buffer.dispatch_with_permute(**call, non_blocking=True)
+        STEPS[kind](buffer, call, handle)
         stream.synchronize()
-        return buffer.wait_seconds()
+        if kind != "exchange":
+            assert not any(buffer.wait_seconds("exchange"))
+        return buffer.wait_seconds(kind)
 
     found = world.run(work)
     world.close()

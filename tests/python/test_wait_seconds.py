@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybrid_ep.balance import MicrobatchOptions
+from hybrid_ep.meters import WAITED_IN
 from hybrid_ep.testing import VirtualWorld
 
 H, EXPERTS_OF_RANK, DELAY, FAR_LESS = 64, 2, 0.4, 0.2
@@ -76,16 +77,50 @@ def test_counts_stay_through_growth_and_go_with_a_reset():
         assert buffer.wait_seconds() == [0.0, 0.0]
 
 
-def test_a_call_by_a_handle_waits_for_no_counts():
-    world = VirtualWorld(1, 2)
+def late_in(shape, late, step):
+    """wait_seconds(kind) of all kinds and ranks, of one call: `late` sleeps before step(buffer, x, handle)."""
+    world = VirtualWorld(*shape)
     buffers = world.buffers(H, 16, EXPERTS_OF_RANK, timeout_s=30)
 
     def work(rank, _):
-        x = torch.ones(16, H).bfloat16()
-        *_, handle = buffers[rank].dispatch_with_permute(hidden=x, topk_idx=routing(rank, 16, 4), num_of_experts=4)
-        buffers[rank].reset_traffic()
-        time.sleep(DELAY * rank)
-        buffers[rank].dispatch_with_permute(hidden=x, handle=handle)
-        return buffers[rank].wait_seconds()
+        buffer, x = buffers[rank], torch.ones(16, H, dtype=torch.bfloat16)
+        num_experts = EXPERTS_OF_RANK * world.size
+        rows, *_, handle = buffer.dispatch_with_permute(
+            hidden=x, topk_idx=routing(rank, 16, num_experts), num_of_experts=num_experts
+        )
+        buffer.reset_traffic()
+        if rank == late:
+            time.sleep(DELAY)
+        step(buffer, x, rows, handle)
+        assert buffer.wait_seconds() == [sum(s) for s in zip(*map(buffer.wait_seconds, WAITED_IN), strict=True)]
+        return {kind: buffer.wait_seconds(kind) for kind in WAITED_IN}
 
-    assert world.run(work) == [[0.0, 0.0]] * 2
+    found = world.run(work)
+    return {kind: [of_rank[kind] for of_rank in found] for kind in WAITED_IN}
+
+
+def by_handle(buffer, x, _, handle):
+    buffer.dispatch_with_permute(hidden=x, handle=handle)
+
+
+def combines(buffer, _, rows, handle):
+    buffer.combine_with_unpermute(hidden=rows, handle=handle)
+
+
+@pytest.mark.parametrize("kind, step", [("dispatch", by_handle), ("combine", combines)])
+@pytest.mark.parametrize("shape, late", [((1, 2), 1), ((1, 4), 2), ((2, 2), 3)])
+def test_ranks_of_a_node_wait_for_who_begins_an_operation_late(shape, late, kind, step):
+    found = late_in(shape, late, step)
+    own = slice(late // shape[1] * shape[1], (late // shape[1] + 1) * shape[1])
+    for waited_in, of_ranks in found.items():
+        if waited_in == kind:
+            only_the_late_one([seconds[own] for seconds in of_ranks[own]], late - own.start)
+            of_ranks = [*of_ranks[: own.start], *of_ranks[own.stop :]]  # those of the other node wait for its rows
+        assert all(seconds[late] == 0 for seconds in of_ranks), (waited_in, of_ranks)
+    assert sum(map(sum, found["exchange"])) == 0
+
+
+def test_a_kind_that_there_is_not_is_refused():
+    buffer = VirtualWorld(1, 1).buffers(H, 16, EXPERTS_OF_RANK)[0]
+    with pytest.raises(ValueError, match="during='permute' must be one of .*'combine'"):
+        buffer.wait_seconds("permute")

@@ -135,9 +135,10 @@ class HostArch {
     for (int i = 0; i < n; ++i)
       if (const uint64_t v = value(i)) add_release_sys(flag(i), v);
   }
-  template <class Flag, class Info>
-  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {
-    for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i));
+  template <class Flag, class Info, class Waited = NotCounted>
+  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, const Waited& waited = {}) {
+    uint64_t begin = 0;
+    for (int i = 0; i < n; ++i) wait_for(flag(i), value, i, info, begin, waited);
   }
   template <class Flag>
   void st_release_sys_warp(int n, const Flag& flag, uint64_t value) {
@@ -148,12 +149,7 @@ class HostArch {
   bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, const Waited& waited = {}) {
     warp_sync();
     uint64_t begin = 0;
-    for (int i = lane(); i < n; i += kLanes) {
-      const bool there = std::is_same_v<Waited, NotCounted> || peek(flag(i)) >= value;
-      if (!there && begin == 0) begin = clock_ns();
-      wait_ge_sys(flag(i), value, info(i));
-      if (uint64_t* word = there ? nullptr : waited(i)) count_rank(word, clock_ns() - begin);
-    }
+    for (int i = lane(); i < n; i += kLanes) wait_for(flag(i), value, i, info, begin, waited);
     return warp_whole();
   }
   static constexpr bool kMayLookTogether = true;
@@ -210,6 +206,14 @@ class HostArch {
     warp_sync();
     const uint64_t now = load_word(&votes, std::memory_order_relaxed);
     return now - std::exchange(me_->votes_seen[turn], now) == uint64_t(kLanes);
+  }
+  // For the i-th of several flags, by one lane, whose first wait for one of them began at `begin`, 0: none yet.
+  template <class Info, class Waited>
+  void wait_for(const uint64_t* flag, uint64_t value, int i, const Info& info, uint64_t& begin, const Waited& waited) {
+    const bool there = std::is_same_v<Waited, NotCounted> || peek(flag) >= value;
+    if (!there && begin == 0) begin = clock_ns();
+    wait_ge_sys(flag, value, info(i));
+    if (uint64_t* word = there ? nullptr : waited(i)) count_rank(word, clock_ns() - begin);
   }
   uint64_t& warp_word() { return me_->block->warp_arrived[static_cast<size_t>(me_->warp)]; }
   void touch(const uint64_t* flag) {

@@ -134,11 +134,12 @@ class SimArch {
   void st_release_sys_warp(int n, const Flag& flag, uint64_t value, Where at = Where::current()) {
     st_release_sys_each(n, flag, value, at);
   }
-  template <class Flag, class Info>
-  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
+  template <class Flag, class Info, class Waited = NotCounted>  // its waits are in its traces
+  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, const Waited& = {},
+                        Where at = Where::current()) {
     for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i), at);
   }
-  template <class Flag, class Info, class Waited = NotCounted>  // its waits are in its traces
+  template <class Flag, class Info, class Waited = NotCounted>
   bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, const Waited& = {},
                         Where at = Where::current()) {
     const CostModel& costs = m_->config().costs;  // kWarpLanes look at once, and fence when they have seen all

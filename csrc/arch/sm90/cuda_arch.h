@@ -166,12 +166,11 @@ class CudaArch {
       if (const uint64_t v = value(i)) ptx::red_add_relaxed_sys(flag(i), v);
   }
   // By one lane, a flag after the other; what it saw is acquired by the fence behind.
-  template <class Flag, class Info>
-  HEP_DEVICE void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {
-    for (int i = 0; i < n; ++i) {
-      uint64_t since = 0;
-      for (uint64_t seen; (seen = ptx::ld_relaxed_sys(flag(i))) < value;) look_up(since, info(i), value, seen);
-    }
+  template <class Flag, class Info, class Waited = NotCounted>
+  HEP_DEVICE void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info,
+                                   const Waited& waited = {}) {
+    uint64_t begin = 0;
+    for (int i = 0; i < n; ++i) look_for(flag(i), value, i, info, begin, waited);
     ptx::fence_acq_rel_sys();
     ptx::fence_proxy_async_global();
   }
@@ -189,15 +188,7 @@ class CudaArch {
                                    const Waited& waited = {}) {
     __syncwarp();
     uint64_t begin = 0;
-    for (int i = lane(); i < n; i += kLanes) {
-      uint64_t since = 0;
-      for (uint64_t seen; (seen = ptx::ld_relaxed_sys(flag(i))) < value;) look_up(since, info(i), value, seen);
-      if constexpr (!std::is_same_v<Waited, NotCounted>) {
-        if (since == 0) continue;
-        if (begin == 0) begin = since;
-        if (uint64_t* word = waited(i)) count_rank(word, ptx::globaltimer() - begin);
-      }
-    }
+    for (int i = lane(); i < n; i += kLanes) look_for(flag(i), value, i, info, begin, waited);
     const bool whole = ptx::lanes_here() == ~0u;
     ptx::fence_acq_rel_sys();
     ptx::fence_proxy_async_global();
@@ -271,6 +262,18 @@ class CudaArch {
     uint64_t since = 0;
     for (uint32_t rounds = 1; !ptx::mbarrier_try_wait(bar, parity); ++rounds)
       if (rounds % 64 == 0) look_up(since, info, 1, 0);  // expected: one more phase
+  }
+  // For the i-th of several flags, by one lane, whose first wait for one of them began at `begin`, 0: none yet.
+  template <class Info, class Waited>
+  HEP_DEVICE void look_for(const uint64_t* flag, uint64_t value, int i, const Info& info, uint64_t& begin,
+                           const Waited& waited) {
+    uint64_t since = 0;
+    for (uint64_t seen; (seen = ptx::ld_relaxed_sys(flag)) < value;) look_up(since, info(i), value, seen);
+    if constexpr (!std::is_same_v<Waited, NotCounted>) {
+      if (since == 0) return;
+      if (begin == 0) begin = since;
+      if (uint64_t* word = waited(i)) count_rank(word, ptx::globaltimer() - begin);
+    }
   }
   HEP_DEVICE bool raised(bool by_host) const {
     return ptx::ld_relaxed_sys(by_host ? &control_->timeout_report->raised_by_host : &control_->abort) != 0;
