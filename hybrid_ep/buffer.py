@@ -69,8 +69,8 @@ class HybridEPBuffer(LendsMemory, PlansClones, Meters, Named):
       nothing. ValueError without an entry for this device and shape.
     * `arena_mib`: registered MiB where dispatched rows land to stay, and of empty() (default HYBRID_EP_ARENA_MIB, else
       2.5 balanced results, at most 1 GiB; a GPU's at least 10 MiB). On hosts storages there cannot be resized;
-      on GPUs it has room for calls on one stream, the first that takes of it, and for CUDA graphs. Without room: a
-      copy, see traffic().
+      on GPUs it has room for calls on `arena_streams` streams, the first that take of it, in equal parts, and for CUDA
+      graphs. Without room: a copy, see traffic().
     * `landing`: permuted rows land in the arena for "all" of a token's experts on the rank, or for the "first", and the
       rank copies (default HYBRID_EP_LANDING, else all on hosts, first on GPUs). Ranks may differ; bits are the same.
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
@@ -109,6 +109,7 @@ class HybridEPBuffer(LendsMemory, PlansClones, Meters, Named):
         tuning: str | None = None,
         comm_stream: torch.cuda.Stream | str | None = None,
         arena_mib: int | None = None,
+        arena_streams: int = 1,
         latency_tokens: int = 0,
         clones: PlannerOptions | None = None,
         landing: str | None = None,
@@ -135,6 +136,7 @@ class HybridEPBuffer(LendsMemory, PlansClones, Meters, Named):
                 executor=self._asked_executor(executor, view),
                 tuning_file=tuning,
                 arena_mib=arena_mib,
+                arena_streams=arena_streams,
                 num_sms_preprocessing_api=num_sms_preprocessing_api,
                 latency_tokens=latency_tokens,
                 clones=clones,

@@ -36,7 +36,7 @@ class LendsMemory:
 
         It has to be a function that may be called twice: where it makes another tensor of more than 1 MiB, first or
         besides, for which the arena has no room, it is called again with torch's memory alone. It is called just so for
-        results of up to 1 MiB, on a stream that the arena is not of, while a CUDA graph is captured, inside of itself,
+        results of up to 1 MiB, on a stream that the arena is not for, while a CUDA graph is captured, inside of itself,
         while another thread takes of the arena, and on CPUs, whose allocator takes no orders: there empty() is for
         those who can store where they are told. Same bits. ValueError as empty()'s."""
         return self._open_session().results.placing(function, rows, columns, dtype)

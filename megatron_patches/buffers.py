@@ -41,17 +41,17 @@ def get(
     num_tokens: int,
     wanted: Settings,
     num_sms: int | None = None,
-    local_pass: dict[str, int] | None = None,
+    more: dict[str, int] | None = None,
 ) -> HybridEPBuffer:
     """The shared buffer for this shape, created if new.
 
     group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens: rows
     of this call; the buffer grows by itself when a later call brings more. wanted: the layer's `Settings`.
-    num_sms: Megatron's wish; that of `wanted` and a tuning file win. local_pass: its num_blocks_permute and
-    num_blocks_unpermute."""
+    num_sms: Megatron's wish; that of `wanted` and a tuning file win. more: what else its configuration says to the
+    buffer, as arguments of that."""
     key = (group, hidden, dtype, num_local_experts, wanted)
     if key not in _buffers:
-        _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local_pass)
+        _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, more)
     return _buffers[key]
 
 
@@ -88,7 +88,7 @@ def _create(
     num_local_experts: int,
     num_sms: int | None,
     wanted: Settings,
-    local_pass: dict[str, int] | None = None,
+    more: dict[str, int] | None = None,
 ) -> HybridEPBuffer:
     asked = wanted.exchange
     buffer_class = asked.buffer_class
@@ -108,7 +108,7 @@ def _create(
         "latency_tokens": asked.latency_tokens,
         "arena_mib": asked.arena_mib,
         "clones": _clones(group, wanted),
-        **(local_pass or {}),
+        **(more or {}),
     }
     return buffer_class(
         group=group,

@@ -177,9 +177,14 @@ class HybridEPManager:
             num_tokens=num_tokens,
             num_local_experts=self.num_local_experts,
             num_sms=_num_sms(self.config),
-            local_pass=_local_pass(self.config),
+            more={**_local_pass(self.config), **self._streams(hidden_states)},
             wanted=self.settings,
         )
+
+    def _streams(self, like: torch.Tensor) -> dict[str, int]:
+        """On a GPU where dispatch and combine have a stream beside the experts': for how many there are results."""
+        beside = self.asynchronous or getattr(self.config, "overlap_moe_expert_parallel_comm", False)
+        return {"arena_streams": 2} if beside and like.is_cuda else {}
 
     def _order(self) -> dict[str, Any]:
         """What an operator is told of streams. It starts when what the layer's stream holds so far has passed, which is

@@ -1,13 +1,14 @@
 """Results of a GPU in a buffer's arena: tensors of torch's own allocator, over registered memory.
 
-The arena is one segment of a torch.cuda.MemPool, so that a result lives as every tensor does. Autograd, views,
+The arena is a segment of a torch.cuda.MemPool, so that a result lives as every tensor does. Autograd, views,
 recompute and record_stream know it, and its memory is reused in the order of the stream that it was made on, behind the
 work of the streams that it was recorded on. The dispatch kernel of the next result runs on that stream; it raises the
 flag behind which peers write. So they write where the kernel itself might.
 
-Memory of a pool belongs to the stream that asked for it first. Here that is the stream of the first call that takes of
-it, a buffer's first dispatch as a rule; calls on others find no room. A pool serves one thread at a time: others, and
-calls within `placing`, find none.
+A segment belongs to the stream that asked for it first. Here that is the stream of the first call that takes of it, a
+buffer's first dispatch as a rule; calls on others find no room. For several streams the arena is as many segments, in
+equal parts, of the first streams that ask. A pool serves one thread at a time: others, and calls within `placing`, find
+none.
 
 A CUDA graph writes its results at every replay, so they are of a pool of the graph's own, which takes from the arena
 what the capture asks for and which the graph keeps. The pool of all other results, which has the whole arena, goes
@@ -44,9 +45,9 @@ def _let_go() -> None:
         _pools_of_the_gone.clear()
 
 
-def whole_bytes(num_bytes: int) -> int:
-    """The least arena that holds num_bytes and that torch's allocator takes as one segment; 0 of 0."""
-    return max(-(-num_bytes // _UNIT) * _UNIT, _LARGE) if num_bytes else 0
+def whole_bytes(num_bytes: int, streams: int = 1) -> int:
+    """The least arena that holds num_bytes in so many parts, each of which torch's allocator takes whole; 0 of 0."""
+    return streams * max(-(-num_bytes // (streams * _UNIT)) * _UNIT, _LARGE) if num_bytes else 0
 
 
 @functools.cache
@@ -78,11 +79,11 @@ def _whole_segments() -> Iterator[None]:
 class DeviceArena:
     """Of one engine, which must not be freed while torch has the arena; its memory may, it is kept mapped."""
 
-    def __init__(self, engine: Any, num_bytes: int, device: torch.device):
-        self._engine, self._num_bytes, self._device = engine, num_bytes, device
+    def __init__(self, engine: Any, num_bytes: int, device: torch.device, streams: int = 1):
+        self._engine, self._device = engine, device
+        self._num_bytes, self._streams = num_bytes, streams  # that the arena is for
         self._pool: Any = None
-        self._stream: int | None = None  # that the arena's memory belongs to
-        self._span = range(0)  # addresses of the pool's part of the arena
+        self._spans: dict[int, range] = {}  # stream: addresses of its segment, none where the arena is unused
         self._lock = threading.Lock()  # of its pools
         self._captured: tuple[weakref.ref[Any], Any] | None = None  # the latest graph, and its pool
         _let_go()
@@ -112,10 +113,9 @@ class DeviceArena:
     def _of_stream(self, num_bytes: int) -> torch.Tensor | None:
         """At least so many bytes for the current stream, if the arena is its own."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        if self._stream is None:
-            self._stream = stream
-            self._fill()
-        return None if self._pool is None or stream != self._stream else self._made(num_bytes, self._pool)
+        if stream not in self._spans and len(self._spans) < self._streams:
+            self._fill(stream)
+        return self._made(num_bytes, self._pool) if self._spans.get(stream) else None
 
     def placing(self, function: Callable[[], T], num_bytes: int) -> T:
         """function(), which makes a tensor of so many bytes, and in which torch's tensors are of the arena, if that has
@@ -166,30 +166,32 @@ class DeviceArena:
         blocks = [block for segment in self._pool.snapshot() for block in segment["blocks"]] if self._pool else []
         if blocks and all(block["state"] == "inactive" for block in blocks):
             with torch.cuda.stream(torch.cuda.default_stream(self._device)):
-                self._pool = self._stream = None
+                self._pool = None
+                self._spans.clear()
 
-    def _fill(self) -> None:
-        """Makes a pool, of the current stream, that has the arena or what graphs have left of it. Warns where torch
-        makes none, or cuts none."""
-        room = min(self._num_bytes, self._engine.arena_gap // _UNIT * _UNIT)
+    def _fill(self, stream: int) -> None:
+        """Makes a segment of the current stream that has its part of the arena, or what graphs have left of it. Warns
+        where torch makes none, or cuts none."""
+        room = min(self._num_bytes // self._streams, self._engine.arena_gap // _UNIT * _UNIT)
         if room < _LARGE:
-            self._stream = None
             return
         why = "its allocator takes no piece of that size"
         try:
             try:
-                is_filled = self._filled(room)
+                is_filled = self._filled(room, stream)
             except RuntimeError as error:
                 if "expandable_segments" not in str(error):
                     raise
                 # torch 2.9's pools have none of these. What the arena is then, they cut as they cut any other.
                 with _whole_segments():
-                    is_filled = self._filled(room, small=True)
+                    is_filled = self._filled(room, stream, small=True)
             if not is_filled or self._made(_SMALL + 1, self._pool) is not None:
                 return
         except (RuntimeError, AttributeError, OSError) as error:
             why = str(error)
-        self._pool = None
+        self._spans[stream] = range(0)
+        if len(self._spans) == 1:
+            self._pool = None
         warnings.warn(
             f"the arena of {self._num_bytes >> 20} MiB stays unused, dispatched rows are copied once more: torch's "
             f"memory pools cannot use it ({why}; PYTORCH_ALLOC_CONF may say otherwise); HYBRID_EP_ARENA_MIB=0 saves it",
@@ -197,11 +199,12 @@ class DeviceArena:
             stacklevel=2,
         )
 
-    def _filled(self, room: int, small: bool = False) -> bool:
-        """Whether torch has taken a piece of the arena into a new pool; small: and memory for small tensors. False, and
-        no pool, where the caller has one, of which torch made it all."""
-        lent = self._engine.arena_bytes_lent
-        self._pool = torch.cuda.MemPool(_allocator().allocator())
+    def _filled(self, room: int, stream: int, small: bool = False) -> bool:
+        """Whether torch has taken a piece of the arena into the pool, a new one if there is none; small: and memory for
+        small tensors. False, and no new pool, where the caller has one, of which torch made it all."""
+        lent, is_new = self._engine.arena_bytes_lent, self._pool is None
+        if is_new:
+            self._pool = torch.cuda.MemPool(_allocator().allocator())
         with torch.cuda.use_mem_pool(self._pool, self._device):
             self._engine.offer_arena(True)
             try:
@@ -214,11 +217,12 @@ class DeviceArena:
                     torch.empty(1, dtype=torch.uint8, device=self._device)
                 finally:
                     _core.cuda.offer_small_memory(False)
-        self._span = range(begin, begin + room)
         if self._engine.arena_bytes_lent > lent:
+            self._spans[stream] = range(begin, begin + room)
             return True
-        _pools_of_the_gone.append(self._pool)  # older versions of torch let none go inside of another
-        self._stream = self._pool = None
+        if is_new:
+            _pools_of_the_gone.append(self._pool)  # older versions of torch let none go inside of another
+            self._pool = None
         return False
 
     def _made(self, num_bytes: int, pool: Any) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
 OVERFLOW_POLICIES = ("raise", "drop")
 TOPIC = "buffer"  # of the exchange in which ranks compare their options
 _MOST_DEFAULT_ARENA = 1 << 30  # bytes
+MOST_ARENA_STREAMS = 8
 _FIRST_TOPK = 8  # room for this many experts a token before the first growth
 _ASKED = "(executor= or HYBRID_EP_EXECUTOR asks for it, or a group with nccl)"
 
@@ -48,6 +49,7 @@ class Options:
     device: torch.device
     tuning: tuning.Table | None
     arena_mib: int | None = None  # None: by shape
+    arena_streams: int = 1  # that a GPU's is shared among
     latency_tokens: int = 0  # of a rank, on the latency path; 0: there is none
     auto_latency_tokens: int = 0  # up to so many auto takes it: all, or fewer by the tuning file; agree()
     clones: clone_plans.PlannerOptions | None = None  # None: plan_clones plans none
@@ -75,6 +77,7 @@ class Options:
                     "overflow": self.overflow,
                     "executor": self.executor,
                     "arena_mib": self.arena_mib,
+                    "arena_streams": self.arena_streams,
                     "latency_tokens": self.latency_tokens,
                     "clones": self.clones and repr(self.clones),
                     "spares": self.spares and repr(self.spares),
@@ -221,7 +224,7 @@ class Options:
     def arena_bytes(self, shape: dict[str, int]) -> int:
         """Registered bytes for results of a buffer of this shape."""
         wanted = default_arena_bytes(shape) if self.arena_mib is None else self.arena_mib << 20
-        return wanted if self.device.type == "cpu" else device_arena.whole_bytes(wanted)
+        return wanted if self.device.type == "cpu" else device_arena.whole_bytes(wanted, self.arena_streams)
 
 
 def default_arena_bytes(shape: dict[str, int]) -> int:
@@ -273,6 +276,7 @@ def parse(
     executor: Any,
     tuning_file: Any = None,
     arena_mib: Any = None,
+    arena_streams: Any = 1,
     num_sms_preprocessing_api: Any = None,
     latency_tokens: Any = 0,
     clones: Any = None,
@@ -319,6 +323,7 @@ def parse(
         device,
         table,
         arena_mib,
+        validation.integer("arena_streams", arena_streams, 1, most=MOST_ARENA_STREAMS),
         num_blocks_exchange=_blocks("num_sms_preprocessing_api", num_sms_preprocessing_api),
         latency_tokens=validation.integer("latency_tokens", latency_tokens, 0, most=validation.MOST),
         clones=clone_plans.checked_options(clones, num_local_experts),

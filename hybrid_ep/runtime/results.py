@@ -129,10 +129,11 @@ class ResultPool:
 
 
 class ResultMemory:
-    """Of one buffer: its engine's arena, and a pool for what that has no room for. idle_limit: of the pool."""
+    """Of one buffer: its engine's arena, and a pool for what that has no room for. idle_limit: of the pool. streams:
+    that a GPU's arena is for."""
 
-    def __init__(self, idle_limit: int, device: torch.device):
-        self._device = device
+    def __init__(self, idle_limit: int, device: torch.device, streams: int = 1):
+        self._device, self._streams = device, streams
         self._keep(ResultPool(idle_limit, device))
         self._engine: Any = None
         self._arena: DeviceArena | None = None  # of a GPU
@@ -141,7 +142,7 @@ class ResultMemory:
         """The arena of this engine, and of no other."""
         self._engine, self._arena = engine, None
         if self._device.type == "cuda" and arena_bytes:
-            self._arena = DeviceArena(engine, arena_bytes, self._device)
+            self._arena = DeviceArena(engine, arena_bytes, self._device, self._streams)
 
     def part(self) -> None:
         """From the engine and its arena; what was lent stays."""

@@ -107,7 +107,8 @@ class Session(Metered):
         self.map_width = 0  # pairs of a token in the widest routing map so far, of all ranks
         self.clone_columns: dict[bytes, clones.Columns] = {}  # of owners that were planned for
         self.capturing = self.captured = False  # a CUDA graph, now or ever
-        self.results = ResultMemory(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
+        idle_limit = env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20
+        self.results = ResultMemory(idle_limit, options.device, options.arena_streams)
         self.engine: Any = None
         self._segments, self._executor, self._arenas = self._choose_memory()
         self.shape: Any = None

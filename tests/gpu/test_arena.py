@@ -101,6 +101,35 @@ def test_sums_read_single_rows_where_experts_put_them(shape, apart):
     world.close()
 
 
+@pytest.mark.parametrize("arena_streams", [1, 2])
+def test_rows_land_and_outputs_are_read_in_place_where_exchange_and_experts_have_a_stream_each(arena_streams):
+    """With room for two streams; of one the exchange's has it all, and partial sums are formed. The same bits."""
+    ex = Example(1, 2, 3, (40, 25), 3, 64, seed=9)
+    want = expected(ex)
+    world = GpuWorld(1, 2, 3, skew=0, comm_stream="own", arena_streams=arena_streams)
+
+    def body(rank, buffer):
+        mine, raw = want.inputs[rank], world.raw[rank]
+        call = {"hidden": mine.hidden, "num_of_experts": ex.world.num_experts, **mine.routing()}
+        rows, *_, handle = buffer.dispatch_with_permute(**call)
+        returned = want.returned[rank].to(rows.device)
+        plain = buffer.combine_with_unpermute(hidden=returned, handle=handle)[0].cpu()  # it has grown then
+        raw.reset_traffic()
+        buffer.dispatch_with_permute(**call)
+        copied = raw.traffic()["copied_rows"]
+        with torch.cuda.stream(world.streams[rank]):
+            outputs = raw.empty(*returned.shape, returned.dtype).copy_(returned)
+        out = buffer.combine_with_unpermute(hidden=outputs, handle=handle)[0].cpu()
+        assert torch.equal(out, plain)
+        return copied, raw.traffic()["partial_rows"]
+
+    for rank, (stored, formed) in enumerate(world.run(body)):
+        here = torch.cat(want.plan.routes)[:, 3 * rank : 3 * rank + 3].sum(dim=1)
+        assert stored == int((here - 1).clamp(min=0).sum()), "a token's further experts"
+        assert formed == int((here > (1 if arena_streams == 2 else 0)).sum())
+    world.close()
+
+
 STATIC = {"non_blocking": True, "num_permuted_tokens": 160}
 GRAPHS_SAY_WHO_THEY_ARE = hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph")
 

@@ -37,6 +37,18 @@ def test_every_keyword_reaches_its_field_and_comes_back():
     assert settings.Settings.of() == settings.Settings() and hash(made) == hash(settings.Settings.of(**given))
 
 
+@pytest.mark.parametrize("asynchronous, overlap, streams", [(False, False, 1), (True, False, 2), (False, True, 2)])
+def test_the_arena_of_a_gpu_is_for_as_many_streams_as_a_layer_has(asynchronous, overlap, streams):
+    """On hosts, and with buffers of other kinds, nothing is said of them."""
+    config = types.SimpleNamespace(overlap_moe_expert_parallel_comm=overlap)
+    layer = types.SimpleNamespace(asynchronous=asynchronous, config=config)
+    of_gpu = manager.HybridEPManager._streams(layer, types.SimpleNamespace(is_cuda=True))
+    assert of_gpu == ({} if streams == 1 else {"arena_streams": streams})
+    assert manager.HybridEPManager._streams(layer, types.SimpleNamespace(is_cuda=False)) == {}
+    made = buffers._create(None, 64, 8, 2, None, settings.Settings.of(buffer_class=dict), of_gpu)
+    assert made.get("arena_streams", 1) == streams
+
+
 @pytest.mark.parametrize("mib", [None, 0, 96])
 def test_the_arena_s_size_reaches_the_buffer(mib):
     asked = settings.Settings.of(arena_mib=mib, buffer_class=dict)

@@ -34,6 +34,14 @@ def test_a_block_waits_for_the_streams_that_it_was_recorded_on(found):
     assert beside not in (None, -1, offset) and later == offset
 
 
+def test_an_arena_for_two_streams_is_of_the_first_two_in_equal_parts(found):
+    two = found["two_streams"]
+    assert two["each"] == [[0, 28, 29, None], [32, 60, 61, None], [None] * 4] and two["lent"] == 64
+    assert two["while the other is at work"] is None and two["later"] == 0, "recorded on the other stream"
+    assert two["the other's own"] == two["by an operation"] == 32
+    assert two["a graph, larger than a part"] and two["to it alone"] == 40, "what nobody holds goes before a capture"
+
+
 def test_a_block_outlives_its_engine(found):
     assert found["outlives_the_engine"]
 

@@ -23,18 +23,20 @@ SHIM.hep_shim_bytes.restype = ctypes.c_ulonglong
 class Arena:
     """Of an engine, and 4 MiB of another's in the place of small memory of this process."""
 
-    def __init__(self, room: int = ROOM):
+    def __init__(self, room: int = ROOM, streams: int = 1):
         world = VirtualWorld(1, 1)
         buffers = [world.buffers(16, 1, 2, executor="host", arena_mib=mib)[0] for mib in (room, 4)]
         self.buffers, (self.engine, self.beside) = buffers, (buffer._session.engine for buffer in buffers)
         _core.cuda.offer_small_memory = self.beside.offer_arena
-        self.arena = DeviceArena(self.engine, room * MIB, torch.device("cuda", 0))
+        self.arena = DeviceArena(self.engine, room * MIB, torch.device("cuda", 0), streams)
 
     def at(self, x: torch.Tensor | None) -> int | None:
         """Its offset in KiB, or None for what lies elsewhere, -1 for nothing."""
         if x is None:
             return -1
-        return (x.data_ptr() - self.arena._span.start) // 1024 if x.data_ptr() in self.arena._span else None
+        begin = min((span.start for span in self.arena._spans.values()), default=0)
+        inside = any(x.data_ptr() in span for span in self.arena._spans.values())
+        return (x.data_ptr() - begin) // 1024 if inside else None
 
     def take(self, mib: int) -> torch.Tensor | None:
         return self.arena.empty(mib, MIB)
@@ -79,6 +81,44 @@ def other_streams():
     SHIM.hep_shim_late(0)
     torch.empty(1, dtype=torch.uint8, device="cuda")  # torch looks at its events
     return elsewhere, offset, beside, a.at(a.take(2))
+
+
+def two_streams():
+    """What three streams find in an arena for two, offsets in MiB from the first's on; whose block comes back."""
+    a, found = Arena(64, streams=2), {}
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    held = [[], [], []]
+    for which, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            held[which] = [a.take(mib) for mib in (28, 1, 2, 40)]
+    first = held[0][0].data_ptr()
+
+    def offset(x):
+        return None if x is None else (x.data_ptr() - first) // MIB
+
+    found["each"] = [[offset(x) for x in of_stream] for of_stream in held]
+    held[0][0].record_stream(streams[1])
+    SHIM.hep_shim_late(1)
+    held[0][0] = held[1][0] = None
+    found["while the other is at work"] = offset(a.take(28))
+    with torch.cuda.stream(streams[1]):
+        back = a.take(28)
+        found["the other's own"] = offset(back)
+        held[1] = back = None
+        placed = a.arena.placing(lambda: made(20), 20 * MIB)
+        found["by an operation"] = offset(placed)
+    SHIM.hep_shim_late(0)
+    torch.empty(1, dtype=torch.uint8, device="cuda")
+    found["later"] = offset(a.take(28))
+    found["lent"] = a.engine.arena_bytes_lent // MIB
+    held = placed = None
+    with captured() as graph:
+        x = a.take(40)
+        found["a graph, larger than a part"] = x is not None
+    found["to it alone"] = a.engine.arena_bytes_lent // MIB
+    del x
+    graph.reset()
+    return found
 
 
 def outlives_the_engine():
@@ -222,11 +262,11 @@ def refused_with_expandable_segments():
     allocator that makes no pool as long as its segments are expandable, in the words of torch 2.9."""
     told, attempts, filled = [], [], DeviceArena._filled
 
-    def refused(self, room, small=False):
+    def refused(self, room, stream, small=False):
         attempts.append(small)
         if not small:
             raise RuntimeError("torch.cuda.MemPool doesn't currently support expandable_segments.")
-        return filled(self, room, small)
+        return filled(self, room, stream, small)
 
     change = torch.cuda.memory._set_allocator_settings
     torch.cuda.memory._set_allocator_settings, DeviceArena._filled = told.append, refused
@@ -240,6 +280,7 @@ def refused_with_expandable_segments():
 PROGRAMS = (
     blocks,
     other_streams,
+    two_streams,
     outlives_the_engine,
     placing,
     within_another_pool,
