@@ -6,7 +6,8 @@
     land      weights before the layer's next dispatch, with the new owners; the optimizer's state before its next step
 
 Between two optimizer steps nothing of this changes, so that what was sent at the first is what is in force until the
-second. Landing is copies inside a rank; it waits for what has not come, and for nothing else.
+second. Landing is copies inside a rank; it waits for what has not come, and for nothing else. On a GPU the stream waits
+and the host goes on, which asks before the next optimizer step whether all has come in time.
 
 Buffers, shapes and the cut of the distributed optimizer stay: an expert that moves to another slot meets another cut,
 so each element goes from the rank that keeps it for the old slot to the rank that keeps it for the new one.
@@ -60,6 +61,7 @@ class Move:
     def __init__(self, mover: Mover, changes: Mapping[int, Placement]) -> None:
         self.changes = changes
         self._mover, self._moved_in = mover, False
+        self._queues = mover.device.type == "cuda"
         group = distributed_c10d._get_default_group()
         self._weights = Arrival(balance_push.Transfer(group, "move of experts: weights"))
         self._states = Arrival(balance_push.Transfer(group, "move of experts: optimizer state"))
@@ -94,9 +96,15 @@ class Move:
         """Put everything in force, if it is not: weights, owners, the optimizer's state. DeadlineError as above."""
         self.land_weights()
         self._land(self._states)
+        for arrival in (self._weights, self._states):
+            arrival.wait()
 
     def _land(self, arrival: Arrival) -> None:
-        for piece, received in arrival.wait():
+        if self._queues:
+            arrival.follow()
+        else:
+            arrival.wait()
+        for piece, received in arrival.take():
             self._mover.view(piece, piece.slot_to).copy_(received)
 
 
@@ -125,9 +133,16 @@ class Arrival:
         self.outgoing.clear()
         self.transfer.start()
 
-    def wait(self) -> list[tuple[Piece, torch.Tensor]]:
-        """What has come, once: a second call has nothing left."""
+    def follow(self) -> None:
+        """The current stream of a GPU waits for what comes; the host asks for it by `wait`, later."""
+        self.transfer.follow()
+
+    def wait(self) -> None:
+        """DeadlineError when a rank did not send or receive. A second call has nothing to wait for."""
         self.transfer.wait()
+
+    def take(self) -> list[tuple[Piece, torch.Tensor]]:
+        """What has come, once: a second call has nothing left."""
         staged, self.staged = self.staged, []
         return staged
 
@@ -142,6 +157,7 @@ class Mover:
         self.layers, self.states = layers, states
         experts = layers[0].experts
         self.ep, self.edp = experts.ep_group, experts.dp_group
+        self.device: torch.device = next(experts.parameters()).device
         ranks = [dist.get_global_rank(self.ep, r) for r in range(self.ep.size())]
         self.ranks, self.cuts = zip(*self._gather((ranks, self._cuts())), strict=True)
         # ranks: [edp rank][ep rank] -> global rank. cuts: [edp rank][layer][slot][matrix] -> (start, end)
@@ -261,7 +277,7 @@ class Mover:
 
     def _least(self, said: Sequence[bool]) -> list[bool]:
         """What all ranks of the grid say, one by one."""
-        vote = torch.tensor(said, device=next(self.layers[0].experts.parameters()).device, dtype=torch.int64)
+        vote = torch.tensor(said, device=self.device, dtype=torch.int64)
         for group in (self.ep, self.edp):  # the minimum over rows, then over columns: over the grid
             work = dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group, async_op=True)
             balance_push.wait_for([work], "vote on moved experts", dist.get_rank())

@@ -264,13 +264,13 @@ def mutants(ep, grouped=False):
     initialize(ep)
     common = {"grouped": grouped}
     off, missed = train(ep, **common), []
-    wait, pieces, begin, finish = Arrival.wait, Mover.pieces, Migrator.begin, Migrator.finish
+    take, pieces, begin, finish = Arrival.take, Mover.pieces, Migrator.begin, Migrator.finish
 
     def without(*names):
         return lambda self, layer, new: (p for p in pieces(self, layer, new) if p.name not in names)
 
     def lost(self):
-        return [(piece, torch.zeros_like(received)) for piece, received in wait(self)]
+        return [(piece, torch.zeros_like(received)) for piece, received in take(self)]
 
     def behind_the_step(self):  # in its begin, or where the test looks
         return finish(self) if self.steps != self.begun or self.steps == STEPS else None
@@ -287,7 +287,7 @@ def mutants(ep, grouped=False):
     broken_movers = [
         ("no moments", no_moments),
         ("no second moment", {(Mover, "pieces"): without("exp_avg_sq")}),
-        ("no data", {(Arrival, "wait"): lost}),
+        ("no data", {(Arrival, "take"): lost}),
         ("no weights", {(Mover, "pieces"): without("weight")}),
         ("no fp32 copies", {(Mover, "pieces"): without("main")}),
         ("weights land behind the forward", {(SlowManager, "settle"): lambda self: None}),
@@ -304,6 +304,38 @@ def mutants(ep, grouped=False):
             setattr(owner, attribute, function)
     assert difference(off, train(ep, "slow", plan_with=shuffled(3), **common)) is None
     return missed
+
+
+def queued(ep, grouped):
+    """As on a GPU, whose stream waits for what comes: [what a move asked of its messages, in order]. The host waits in
+    the stream's place, since gloo knows none and is asked once."""
+    initialize(ep)
+    off, asked = train(ep, grouped=grouped), []
+
+    def asks(name):
+        def asking(self):
+            asked.append((name, self.transfer.what.rpartition(" ")[2]))
+            assert name == "follow" or not self.staged, "it has landed"
+            originals["wait"](self)
+
+        return asking
+
+    originals = {name: getattr(Arrival, name) for name in ("follow", "wait")}
+    for name in originals:
+        setattr(Arrival, name, asks(name))
+    prepare = Mover.prepare
+
+    def prepared(self, changes):
+        move = prepare(self, changes)
+        move._queues = True
+        return move
+
+    Mover.prepare = prepared
+    assert difference(off, train(ep, "slow", plan_with=shuffled(3), grouped=grouped)) is None
+    Mover.prepare = prepare
+    for name, original in originals.items():
+        setattr(Arrival, name, original)
+    return asked
 
 
 def schedule(ep):

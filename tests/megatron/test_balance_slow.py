@@ -28,6 +28,15 @@ def test_moving_experts_changes_no_bit(num_ranks, ep, variants):
     run("bit_equality", num_ranks, ep, variants)
 
 
+@pytest.mark.version_free
+@pytest.mark.parametrize("grouped", [False, True])
+def test_on_a_gpu_streams_wait_and_the_host_asks_before_the_next_step(grouped):
+    """Nothing is asked of the host between a move's beginning and the step that it has to end before."""
+    for asked in run("queued", 2, 2, grouped):
+        once = [(name, what) for name in ("follow", "wait") for what in ("weights", "state")]
+        assert len(asked) >= 2 * len(once) and asked == once * (len(asked) // len(once))
+
+
 def test_pipeline_parallel():
     run("bit_equality", 4, 2, [{}, STACKED], 2)
 
