@@ -21,8 +21,8 @@ from typing import Any
 
 import hybrid_ep
 
-_BUFFER, _ELASTIC, _ENVS, _EVENTS, _HYBRID, _CONFIG = (
-    "compat.buffer", "compat.elastic", "compat.envs", "compat.events", "compat.hybrid", "config",
+_BUFFER, _CASTS, _ELASTIC, _ENVS, _EVENTS, _HYBRID, _CONFIG = (
+    "compat.buffer", "compat.casts", "compat.elastic", "compat.envs", "compat.events", "compat.hybrid", "config",
 )  # fmt: skip
 # Module -> what it holds -> where that comes from, below hybrid_ep.
 SERVED: dict[str, dict[str, str]] = {
@@ -45,6 +45,9 @@ SERVED: dict[str, dict[str, str]] = {
     "deep_ep.buffers.legacy": {"Buffer": _BUFFER},
     "deep_ep.utils": {"EventHandle": _EVENTS, "EventOverlap": _EVENTS},
     "deep_ep.utils.envs": {"get_logical_domain_size": _ENVS, "get_physical_domain_size": _ENVS},
+    "deep_ep.utils.math": dict.fromkeys(
+        ("align", "calc_diff", "ceil_div", "per_token_cast_back", "per_token_cast_to_fp8"), _CASTS
+    ),
     "deep_ep.utils.event": {"EventHandle": _EVENTS, "EventOverlap": _EVENTS},
     "deep_ep.hybrid_ep_buffer": {"HybridEPBuffer": _HYBRID, "indices_to_map": _HYBRID},
     # The compiled halves of deep_ep, from which some callers import directly; _C is V2's.

@@ -1,5 +1,6 @@
 """Other projects' own code over deep_ep as hybrid_ep serves it. It runs where their package is installed, or where
-HYBRID_EP_TEST_CALLERS names a folder with their checkouts (torchtitan, Automodel, xtuner); nothing is fetched.
+HYBRID_EP_TEST_CALLERS names a folder with their checkouts (torchtitan, Automodel, deepspeed, xtuner); nothing is
+fetched.
 
 Only the one module that talks to deep_ep is loaded, once for each rank, for it keeps its buffer in a global. What is
 changed while it is read: "cuda" and "CUDA" become "cpu" and "CPU" where an operator is registered for a device, and
@@ -18,6 +19,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from callers import check_layer, dense, experts_of_choices, experts_of_groups, layer_inputs
+from torch.utils.checkpoint import checkpoint
 
 import hybrid_ep
 from hybrid_ep.testing import VirtualWorld
@@ -48,6 +50,7 @@ def world(request, monkeypatch):
     for name, contents in (
         ("torchtitan.tools.logging", {"logger": silent}),
         ("xtuner.v1.utils", {"get_logger": lambda: silent}),
+        ("deepspeed.utils", {"logger": silent}),
     ):
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
@@ -216,6 +219,51 @@ def test_torchtitan_deepep(world):
         return layer
 
     run(world, modules, make_layer)
+
+
+@pytest.mark.parametrize("recompute", [None, False, True], ids=["kept", "non-reentrant", "reentrant"])
+def test_deepspeed_elastic(world, recompute):
+    """AutoEP over DeepEP V2's buffer: expanded rows, weights that have gradients, and, under activation checkpointing,
+    a dispatch that repeats the forward's by its handle."""
+    text = source("deepspeed", "deepspeed", "module_inject/auto_ep_comm.py", "class DeepEPCheckpointReplay")
+    modules = [load(text, "deepspeed", "none") for _ in range(4)]
+
+    def make_layer(module, rank, group):
+        exchange = module.shared_exchange(0, group, EXPERTS, TOPK, HIDDEN, max(TOKENS))
+        assert module.shared_exchange(0, group, EXPERTS, TOPK, HIDDEN, max(TOKENS)) is exchange
+        replay = module.DeepEPCheckpointReplay()
+
+        def once(x, idx, weights):
+            rows, weights, exchange_used = module.deepep_dispatch(exchange, x, idx, weights, replay=replay)
+            handle = exchange_used.last_handle
+            assert len(rows) == len(weights) == handle.num_expanded_tokens
+            ends = handle.psum_num_recv_tokens_per_expert
+            counts = torch.diff(ends, prepend=ends.new_zeros(1))
+            return module.deepep_combine(
+                exchange, experts_of_groups(rows * weights.reshape(-1, 1), counts, rank * LOCAL), handle
+            )
+
+        def layer(x, idx, weights):
+            return (
+                once(x, idx, weights)
+                if recompute is None
+                else checkpoint(once, x, idx, weights, use_reentrant=recompute)
+            )
+
+        layer.exchange = exchange
+        return layer
+
+    layers = []
+
+    def remembered(*given):
+        layers.append(make_layer(*given))
+        return layers[-1]
+
+    run(world, modules, remembered)
+    for layer in layers:
+        layer.exchange.release()
+        layer.exchange.release()
+        assert layer.exchange.destroyed
 
 
 def test_xtuner_deepep(world):
