@@ -153,15 +153,20 @@ class Job:
         for name, buffer in self.model.named_buffers():
             if "expert_bias" in name:
                 found[f"{stage} {name}", "bias"] = {0: buffer.clone()}
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, found)
         merged = {}
-        for one in everyone:
-            for key, parts in one.items():
-                for start, part in parts.items():
-                    before = merged.setdefault(key, {}).setdefault(start, part)
-                    assert torch.equal(before, part), f"replicas of {key} differ"
+        for one in of_all_ranks({(key, start): part for key, parts in found.items() for start, part in parts.items()}):
+            for (key, start), part in one.items():
+                before = merged.setdefault(key, {}).setdefault(start, part)
+                assert torch.equal(before, part), f"replicas of {key} differ"
         return {key: torch.cat([part for _, part in sorted(parts.items())]) for key, parts in merged.items()}
+
+
+def of_all_ranks(tensors):
+    """Every rank's {key: tensor}, by rank. As bytes: a pickled tensor is an archive of its own, which Megatron has
+    torch read with care, and a training's thousands of them cost more than the training."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {key: (t.dtype, t.view(torch.uint8).numpy()) for key, t in tensors.items()})
+    return [{key: torch.from_numpy(a).view(dtype) for key, (dtype, a) in one.items()} for one in everyone]
 
 
 def initialize(ep, pp=1):
@@ -247,11 +252,10 @@ def clones_give_the_gradients_of_off(ep, pp, tolerance, options, grouped=False):
         losses[mode] = [loss for _ in range(2) for loss in job.train_step(microbatches=3)]
         assert mode == "off" or any(manager.last_plan.num_copies for manager in managers)
         megatron_patches.revert()
-    everyone = {mode: [None] * dist.get_world_size() for mode in found}
+    everyone, stage = {}, parallel_state.get_pipeline_model_parallel_rank()
     for mode, mine in found.items():
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        dist.all_gather_object(everyone[mode], {(stage, name): value for name, value in mine.items()})
-        everyone[mode] = {key: value for one in everyone[mode] for key, value in one.items()}
+        of_ranks = of_all_ranks({(stage, name): value for name, value in mine.items()})
+        everyone[mode] = {key: value for one in of_ranks for key, value in one.items()}
         assert losses[mode] == pytest.approx(losses["off"], rel=tolerance), mode
     return {
         mode: max(float((everyone[mode][k] - g).norm() / g.norm().clamp(min=1e-12)) for k, g in everyone["off"].items())
