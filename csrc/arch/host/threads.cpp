@@ -1,6 +1,7 @@
 // One OS thread per lane: waiting, deadlines, and the launching thread's work beside them.
 #include "arch/host/threads.h"
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -12,10 +13,18 @@ namespace hep::host {
 namespace {
 
 constexpr int64_t kInterruptNs = 100'000'000;
+constexpr int64_t kYieldNs = 20'000, kMinSleepNs = 20'000, kMaxSleepNs = 5'000'000;
 constexpr int kCause = 3;  // not a wait: tells more than any timeout report
 
 bool expired(const LaneBase& lane, int64_t since) {
   return static_cast<double>(now_ns() - since) * 1e-9 >= lane.block->config->timeout_s;
+}
+
+// Of a lane that has found nothing for so long: there are dozens of lanes a core. It first offers the core, then sleeps
+// an eighth of what it has waited already, so that who waits long asks seldom.
+void rest(int64_t waited_ns) {
+  if (waited_ns < kYieldNs) return std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp(waited_ns / 8, kMinSleepNs, kMaxSleepNs)));
 }
 
 }  // namespace
@@ -99,10 +108,10 @@ void ThreadTeam::drive() {
 
 void ThreadTeam::wait(LaneBase& me, const WaitFor& condition, const WaitInfo& info, std::memory_order order) {
   const int64_t since = now_ns();
-  Idle idle;
   while (!condition.met(order)) {
     check_abandoned();
-    if (!idle.round() || !expired(me, since)) continue;
+    rest(now_ns() - since);
+    if (!expired(me, since)) continue;
     const uint64_t word = load_word(condition.word, std::memory_order_relaxed);
     const double waited_s = static_cast<double>(now_ns() - since) * 1e-9;
     if (condition.phase) throw_deadline(me, info, condition.value ^ 1, word & 1, waited_s);
@@ -116,7 +125,7 @@ void ThreadTeam::poll(LaneBase& me, const WaitInfo& info, uint64_t expected, uin
   if (expired(me, me.poll_since_ns)) {
     throw_deadline(me, info, expected, seen, static_cast<double>(now_ns() - me.poll_since_ns) * 1e-9);
   }
-  std::this_thread::yield();
+  rest(now_ns() - me.poll_since_ns);
 }
 
 void ThreadTeam::step(LaneBase& me) {
