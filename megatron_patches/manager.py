@@ -182,9 +182,10 @@ class HybridEPManager:
         )
 
     def _streams(self, like: torch.Tensor) -> dict[str, int]:
-        """On a GPU where dispatch and combine have a stream beside the experts': for how many there are results."""
+        """On a GPU where dispatch and combine have a stream beside the experts': for how many there are results. Of an
+        arena whose size was chosen for it: half of the default would have no room for one result of a large layer."""
         beside = self.asynchronous or getattr(self.config, "overlap_moe_expert_parallel_comm", False)
-        return {"arena_streams": 2} if beside and like.is_cuda else {}
+        return {"arena_streams": 2} if beside and like.is_cuda and self.settings.exchange.arena_mib else {}
 
     def _order(self) -> dict[str, Any]:
         """What an operator is told of streams. It starts when what the layer's stream holds so far has passed, which is

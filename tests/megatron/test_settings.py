@@ -41,7 +41,9 @@ def test_every_keyword_reaches_its_field_and_comes_back():
 def test_the_arena_of_a_gpu_is_for_as_many_streams_as_a_layer_has(asynchronous, overlap, streams):
     """On hosts, and with buffers of other kinds, nothing is said of them."""
     config = types.SimpleNamespace(overlap_moe_expert_parallel_comm=overlap)
-    layer = types.SimpleNamespace(asynchronous=asynchronous, config=config)
+    layer = types.SimpleNamespace(asynchronous=asynchronous, config=config, settings=settings.Settings.of())
+    assert manager.HybridEPManager._streams(layer, types.SimpleNamespace(is_cuda=True)) == {}, "of the default size"
+    layer.settings = settings.Settings.of(arena_mib=2048)
     of_gpu = manager.HybridEPManager._streams(layer, types.SimpleNamespace(is_cuda=True))
     assert of_gpu == ({} if streams == 1 else {"arena_streams": streams})
     assert manager.HybridEPManager._streams(layer, types.SimpleNamespace(is_cuda=False)) == {}

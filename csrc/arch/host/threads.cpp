@@ -2,6 +2,7 @@
 #include "arch/host/threads.h"
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 #include <utility>
 #include <vector>
