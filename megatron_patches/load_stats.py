@@ -19,6 +19,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from hybrid_ep import env
 from hybrid_ep.balance.collector import LoadCollector
@@ -71,6 +73,8 @@ def schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward_backward(*args: Any, **keywords: Any) -> Any:
         global _iteration
+        if not keywords.get("forward_only", False):
+            _join(keywords.get("model"))
         if _collector is None or keywords.get("forward_only", False):
             return original(*args, **keywords)
         _iteration = _iteration_of_script() or _iteration + 1
@@ -95,18 +99,33 @@ def release() -> None:
     _collector, _iteration = None, 0
 
 
+def _join(model: Any) -> None:
+    """A collector for a pipeline stage without MoE layers, too, of a model that has some: all ranks sum together."""
+    asked = wanted()
+    if _collector is not None or asked is None or model is None:
+        return
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    if config.num_moe_experts:
+        _collect(asked, config)
+
+
+def _collect(asked: tuple[str, int, int], config: Any) -> LoadCollector:
+    global _collector
+    if _collector is None:
+        own = parallel_state.get_expert_model_parallel_rank()
+        _collector = LoadCollector(*asked, topk=config.moe_router_topk, own_rank=own)
+        atexit.register(_collector.close, "the run ended")
+        _on_sigterm()
+    return _collector
+
+
 def _count(layer: MoELayer, asked: tuple[str, int, int]) -> None:
     """Hook the layer's router. Counted in training and where gradients are recorded: once, also with recomputation."""
-    global _collector
     config = layer.config
     graph = graphs.with_router(config)
     if graph is not None:
         raise ValueError(f"--hybrid-ep-load-stats does not work with {graph}: a replayed graph runs no hook; drop one")
-    if _collector is None:
-        _collector = LoadCollector(*asked, topk=config.moe_router_topk)
-        atexit.register(_collector.close, "the run ended")
-        _on_sigterm()
-    collector, owner = _collector, weakref.ref(layer)  # no cycle, and nothing in the layer that pickles
+    collector, owner = _collect(asked, config), weakref.ref(layer)  # no cycle, and nothing in the layer that pickles
 
     def hook(router: torch.nn.Module, _inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         if collector.counting and router.training and torch.is_grad_enabled():

@@ -36,10 +36,13 @@ class LoadCollector:
 
     path: a name that ends in .jsonl for this project's format, any other for TensorRT-LLM's folder.
     first, last: iterations, both included. topk: experts a token chooses, for TensorRT-LLM's meta_info.json.
+    own_rank: this rank's in its expert-parallel group, for who sends to whom; -1: not known.
     ValueError: an empty or too long range, a folder without the package safetensors.
     """
 
-    def __init__(self, path: str | Path, first: int, last: int, topk: int, say: Callable[[str], None] = _say) -> None:
+    def __init__(
+        self, path: str | Path, first: int, last: int, topk: int, say: Callable[[str], None] = _say, own_rank: int = -1
+    ) -> None:
         if not 0 <= first <= last:
             raise ValueError(f"load statistics of iterations {first}-{last}: give FIRST-LAST, FIRST at most LAST")
         if last - first >= MAX_ITERATIONS:
@@ -48,6 +51,7 @@ class LoadCollector:
                 "device, give a shorter range"
             )
         self.path, self.first, self.last, self.topk, self._say = Path(path), first, last, topk, say
+        self._own_rank = own_rank
         if self.path.suffix != ".jsonl":
             statistics.safetensors_library()  # missing: say so before training starts
         self._done: dict[int, dict[int, torch.Tensor]] = {}
@@ -134,18 +138,17 @@ class LoadCollector:
     def _write(
         self, path: Path, part: LoadStatistics, rank: int = 0, files: int = 1, sent: np.ndarray | None = None
     ) -> None:
-        """sent: int64 [ranks, experts], the whole range's; None: the file is of one rank."""
+        """sent: int64 [ranks, experts + 1], the whole range's, behind them each rank's own in its group; None: the file
+        is of one rank."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.suffix == ".jsonl":
             staging = path.with_name(f".{path.name}")
             statistics.save_jsonl(staging, part)
-            if sent is not None:
-                sources.save(staging, sent, part.iterations)
+            _add_sources(staging, sent, part)
             os.replace(staging, path)
         else:
             statistics.save_tensorrt(path, part, self.topk, rank, files)
-            if sent is not None:
-                sources.save(path, sent, part.iterations)
+            _add_sources(path, sent, part)
 
     def _write_part(self) -> Path:
         own = self._own()
@@ -166,11 +169,11 @@ class LoadCollector:
 
     def _alone(self) -> tuple[LoadStatistics, np.ndarray]:
         own = self._own()
-        return own, own.total().sum(axis=0, keepdims=True)
+        return own, np.append(own.total().sum(axis=0), self._own_rank)[None]
 
     def _sum(self) -> tuple[LoadStatistics | None, np.ndarray | None]:
-        """All ranks' counts and int64 [ranks, experts] of each on rank 0, None elsewhere. Layers may live on different
-        ranks (pipeline stages)."""
+        """All ranks' counts and int64 [ranks, experts + 1] of `_write` on rank 0, None elsewhere. Layers may live on
+        different ranks (pipeline stages)."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         iterations = sorted(self._done)
         mine = {layer: now[layer] for now in self._done.values() for layer in now}
@@ -204,6 +207,7 @@ class LoadCollector:
             sent += dense.sum(dim=(0, 1))
             dist.reduce(dense, 0)
             sums.append(dense.cpu().numpy() if self._rank == 0 else None)
+        sent = torch.cat([sent, sent.new_tensor([self._own_rank])])
         of_ranks = [torch.empty_like(sent) for _ in range(self._num_ranks)] if self._rank == 0 else None
         dist.gather(sent, of_ranks, 0)
         if of_ranks is None:
@@ -211,3 +215,10 @@ class LoadCollector:
         layers = np.flatnonzero(present.cpu().numpy())
         whole = LoadStatistics(np.concatenate(sums)[:, layers], tuple(iterations), tuple(layers.tolist()))
         return whole, torch.stack(of_ranks).cpu().numpy()
+
+
+def _add_sources(path: Path, sent: np.ndarray | None, part: LoadStatistics) -> None:
+    """sent: as of LoadCollector._write."""
+    if sent is not None:
+        own = sent[:, -1].tolist()
+        sources.save(path, sent[:, :-1], part.iterations, own if min(own) >= 0 else None)

@@ -4,7 +4,8 @@
     megatron    the routing trace, each line of one rank
     a file each a TensorRT-LLM folder or a folder of parts, where every rank wrote its own tokens' counts
     collector   the last line of its JSONL, or sources.json in its folder: {"iterations": [first, last],
-                "sources": [rank][expert]}, summed over layers and these iterations
+                "sources": [rank][expert], "own": [rank]}, summed over layers and these iterations; own: each rank's
+                own in its expert-parallel group, where it is known
 
 Other files of counts that were summed over the job do not say it."""
 
@@ -19,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_ep.balance import inputs, statistics
-
-SOURCES_FILE = "sources.json"
+from hybrid_ep.balance.statistics import SOURCES_FILE
 
 
 def load(
@@ -60,11 +60,27 @@ def load(
     return counts.reshape(len(counts), num_ranks, -1).sum(axis=2)
 
 
-def save(path: str | Path, counts: np.ndarray, iterations: Sequence[int]) -> None:
-    """Says whose tokens a record counts: appended to a JSONL file, as a file of its own in a folder. counts: int64
-    [ranks, experts], summed over layers and over the iterations."""
+def own_ranks(path: str | Path, num_sources: int, num_ranks: int) -> np.ndarray | None:
+    """int64 [sources]: which of the num_ranks of its group each source is; None where the record does not say it. A
+    recipe's groups are of neighbours, which Megatron's are not where expert tensor parallelism is more than 1."""
     path = Path(path)
-    whole = {"iterations": [min(iterations), max(iterations)], "sources": counts.tolist()}
+    file = path / SOURCES_FILE if path.is_dir() else path
+    for record in map(json.loads, filter(str.strip, file.read_text().splitlines())) if file.is_file() else ():
+        if "rank_sent" in record:
+            return np.arange(num_sources) % num_ranks
+        if "sources" in record:
+            own = np.asarray(record.get("own", ()), dtype=np.int64)
+            return own if len(own) == num_sources and own.min() >= 0 and own.max() < num_ranks else None
+    return None
+
+
+def save(path: str | Path, counts: np.ndarray, iterations: Sequence[int], own: Sequence[int] | None = None) -> None:
+    """Says whose tokens a record counts: appended to a JSONL file, as a file of its own in a folder. counts: int64
+    [ranks, experts], summed over layers and over the iterations. own: see own_ranks; None: not known."""
+    path = Path(path)
+    whole: dict[str, Any] = {"iterations": [min(iterations), max(iterations)], "sources": counts.tolist()}
+    if own is not None:
+        whole["own"] = list(own)
     with open(path / SOURCES_FILE if path.is_dir() else path, "w" if path.is_dir() else "a") as file:
         file.write(json.dumps(whole, separators=(",", ":")) + "\n")
 
@@ -81,9 +97,9 @@ def _of_files(folder: Path, between: tuple[int, int] | None) -> dict[int, np.nda
             raise ValueError(f"{file}: is not named after its rank, as rank3 is; take it away")
         records = _jsonl(file) if file.suffix == ".jsonl" else _safetensors(file)
         kept = [counts for iteration, counts in records if first <= iteration <= last and iteration in whole.iterations]
-        if not kept:
-            raise _nothing_between(folder, (first, last), whole.iterations)
-        found[int(match[1])] = np.sum(kept, axis=0, dtype=np.int64)
+        found[int(match[1])] = np.sum(kept, axis=0, dtype=np.int64) if kept else np.zeros(0, np.int64)
+    if found and not any(map(len, found.values())):  # one alone may be of a pipeline stage without experts
+        raise _nothing_between(folder, (first, last), whole.iterations)
     return found
 
 
@@ -108,7 +124,8 @@ def _of_lines(
         try:
             record = json.loads(line)
             if "sources" in record:
-                _add_summed(found, record, between)
+                form = _form_of(record, form)
+                _add_summed(found, record, between, path)
                 continue
             step = record.get("step")
             if step is None or not (record.keys() & _FORMS.keys()):
@@ -128,26 +145,42 @@ def _of_lines(
     return found
 
 
-def _add_summed(found: dict[int, np.ndarray], record: dict[str, Any], between: tuple[int, int] | None) -> None:
+def _add_summed(
+    found: dict[int, np.ndarray], record: dict[str, Any], between: tuple[int, int] | None, path: Path
+) -> None:
+    """The line of `path` that has all ranks. ValueError where it is not of the counts that it stands beside."""
     first, last = record["iterations"]
-    if between not in (None, (first, last)):
+    if between is not None and not between[0] <= first <= last <= between[1]:
         raise ValueError(
             f"has the tokens of ranks summed over iterations {first} to {last}, not from {between[0]} to {between[1]}: "
             "leave --between out"
         )
-    for rank, counts in enumerate(record["sources"]):
-        _add(found, rank, np.asarray(counts, dtype=np.int64))
+    of_ranks = [statistics.whole_counts(np.asarray(c), f"sources of rank {n}") for n, c in enumerate(record["sources"])]
+    whole = statistics.load(path.parent if path.name == SOURCES_FILE else path)
+    there, wanted = (whole.iterations[0], whole.iterations[-1]), whole.total().sum(axis=0)
+    fits = bool(of_ranks) and {len(counts) for counts in of_ranks} == {len(wanted)}
+    if there != (first, last) or not fits or not np.array_equal(np.sum(of_ranks, axis=0), wanted):
+        raise ValueError(
+            f"has the tokens of ranks of another record, of iterations {first} to {last}: the counts are of {there[0]} "
+            f"to {there[1]}, or add up to others; take the {'file' if path.name == SOURCES_FILE else 'line'} away"
+        )
+    for rank, counts in enumerate(of_ranks):
+        _add(found, rank, counts)
 
 
-_FORMS = {"top_indices": "Megatron's routing trace", "rank_sent": "metrics.jsonl of a recipe"}
+_FORMS = {
+    "top_indices": "Megatron's routing trace",
+    "rank_sent": "metrics.jsonl of a recipe",
+    "sources": "--hybrid-ep-load-stats",
+}
 
 
 def _form_of(record: dict[str, Any], before: str) -> str:
     """The name in `_FORMS` by which a record says its sources. ValueError for two, and for another than `before`."""
     names = [name for name in _FORMS if name in record]
     if len(names) > 1 or before not in ("", names[0]):
-        both = " and ".join(f"{name} ({what})" for name, what in _FORMS.items())
-        raise ValueError(f"mixes {both}, which count the same tokens by experts and by ranks: give a file of one kind")
+        both = " and ".join(f"{name} ({what})" for name, what in _FORMS.items() if name in (*names, before))
+        raise ValueError(f"mixes {both}, which count the same tokens in two ways: give a file of one kind")
     if names[0] == "top_indices" and (type(record.get("rank")) is not int or record["rank"] < 0):
         raise ValueError(f"has rank {record.get('rank')!r}: a line of the routing trace names the rank of its tokens")
     return names[0]
@@ -176,15 +209,19 @@ def _add(found: dict[int, np.ndarray], rank: int, counts: np.ndarray) -> None:
     found[rank] = total
 
 
-def describe(sent: np.ndarray, most_ranks: int = 16) -> str:
-    """The matrix [sources, ranks] over its fair share as Markdown, or its ends in a sentence where that is too wide."""
+def describe(sent: np.ndarray, own: np.ndarray | None = None, most_ranks: int = 16) -> str:
+    """The matrix [sources, ranks] over its fair share as Markdown, or its ends in a sentence where that is too wide.
+    own: see own_ranks; without it nothing is said of tokens that stay where they are."""
     share: np.ndarray = sent / max(float(sent.mean()), 1e-9)
     source, rank = np.unravel_index(int(np.argmax(share)), share.shape)
-    home = sum(int(sent[s, s % sent.shape[1]]) for s in range(len(sent))) / max(int(sent.sum()), 1)
-    lines = [
+    said = (
         f"tokens from ranks to ranks, over the fair share: most {share.max():.2f} (rank {source} to rank {rank} of its "
-        f"group), least {share.min():.2f}; {home:.1%} stay on their rank"
-    ]
+        f"group), least {share.min():.2f}"
+    )
+    if own is not None:
+        home = int(sent[np.arange(len(sent)), own].sum()) / max(int(sent.sum()), 1)
+        said += f"; {home:.1%} stay on their rank"
+    lines = [said]
     if sent.shape[1] <= most_ranks and len(sent) <= most_ranks:
         lines.append("| from | " + " | ".join(f"to {n}" for n in range(sent.shape[1])) + " |")
         lines.append("|---:" * (sent.shape[1] + 1) + "|")

@@ -30,6 +30,7 @@ from hybrid_ep.balance import inputs
 MOST_EXPERTS = 1 << 20  # of a trace that does not say how many there are
 _MOST_TOKENS = 1 << 48  # of an expert in one record: sums over ranks stay exact
 _MOST_IN_ALL = 1 << 62
+SOURCES_FILE = "sources.json"  # in a folder: whose tokens it counts, see sources.py
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def from_records(records: Iterable[tuple[int, int, np.ndarray]], source: str = "
     table: dict[tuple[int, int], np.ndarray] = {}
     for iteration, layer, counts in records:
         key = inputs.integer(f"{source}: iteration", iteration, 0), inputs.integer(f"{source}: layer", layer, 0)
-        counts = _whole(np.asarray(counts), f"{source}: counts of iteration {key[0]}, layer {key[1]}")
+        counts = whole_counts(np.asarray(counts), f"{source}: counts of iteration {key[0]}, layer {key[1]}")
         if table and len(counts) != len(next(iter(table.values()))):
             raise ValueError(
                 f"{source}: iteration {key[0]}, layer {key[1]} has {len(counts)} experts, others "
@@ -95,7 +96,7 @@ def from_records(records: Iterable[tuple[int, int, np.ndarray]], source: str = "
     return LoadStatistics(counts, tuple(iterations), tuple(layers))
 
 
-def _whole(counts: np.ndarray, name: str) -> np.ndarray:
+def whole_counts(counts: np.ndarray, name: str) -> np.ndarray:
     """int64 [E]. ValueError that begins with the name."""
     whole = counts.ndim == 1 and counts.dtype.kind in "iuf" and bool(np.isfinite(counts).all())
     if not whole or (counts < 0).any() or (counts > _MOST_TOKENS).any() or (counts % 1 != 0).any():
@@ -258,6 +259,7 @@ def save_tensorrt(
     """Write TensorRT-LLM's folder: `rank`'s file of `files` in all (None: unknown). topk goes into meta_info.json."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / SOURCES_FILE).unlink(missing_ok=True)  # of what was here before
     if statistics.layers:  # a rank without routers knows nothing of the model
         meta = {"num_experts": statistics.counts.shape[2], "num_experts_per_token": topk}
         if files is not None:  # our own key: readers can tell when a rank's file was lost

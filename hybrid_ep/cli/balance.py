@@ -183,7 +183,7 @@ def run_report(args: argparse.Namespace) -> dict[str, Any]:
         for layer, counts in zip(loaded.layers, loaded.total().tolist(), strict=True):
             _say(f"layer {layer}: {counts}")
     if sent is not None:
-        _say(sources.describe(sent))
+        _say(sources.describe(sent, sources.own_ranks(args.statistics, *sent.shape)))
     if args.plot:
         from hybrid_ep.cli import balance_picture, traffic_picture
 

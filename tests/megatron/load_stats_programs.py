@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import router_programs
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -116,6 +117,23 @@ def collect_and_revert(*arguments):
     assert before == ([getattr(schedules, name) for name in load_stats.NAMES], MoELayer.__init__)
     assert load_stats._collector is None
     return counts
+
+
+def collect_beside_a_dense_stage(path, wanted):
+    """The last stage of two has an MoE layer, the first none: {iteration: {layer: []}} of the last, by itself."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(1)
+    megatron_patches.apply(ranks_per_node=1, load_stats=path, load_stats_range=wanted)
+    of_config, seen = router_programs.config(1), {}
+    has_experts = parallel_state.is_pipeline_last_stage()
+    stage = router_programs.layer(of_config) if has_experts else torch.nn.Identity()
+    stage.config = of_config
+    _count_from_outside([stage] if has_experts else [], False, seen)
+    x = torch.rand(LENGTH, 1, of_config.hidden_size)
+    train = load_stats.schedule(lambda *, model: model[0](x))
+    for seen["iteration"] in (1, 2, 3):
+        train(model=[stage])
+    return {number: {1: seen[number, 1].tolist()} for number in (1, 2) if has_experts}
 
 
 def collect_in_a_pipeline(complete, early):

@@ -44,7 +44,9 @@ def test_files_hold_what_the_routers_decided(tmp_path, capsys, num_ranks, name, 
     assert sources.load(path, 8).tolist() == counts["sources"]  # as if each expert were a rank's
     assert len(set(map(str, counts["sources"]))) == num_ranks, "or another order of ranks would do"
     assert main(["balance", "report", str(path), "--ep", "2", "--sources"]) == 0
-    assert "tokens from ranks to ranks" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tokens from ranks to ranks" in said and "stay on their rank" in said
+    assert sources.own_ranks(path, num_ranks, num_ranks).tolist() == list(range(num_ranks))
 
 
 def test_a_pipelines_stages_make_one_file(tmp_path):
@@ -58,6 +60,14 @@ def test_a_pipelines_stages_make_one_file(tmp_path):
         assert_holds(path, numbered, range(2, last + 1), (1, 2, 3, 4))
         assert len({str(numbered[2][layer]) for layer in (1, 2, 3, 4)}) == 4, "or another order of layers would do"
         assert sources.load(path, len(of_ranks[0]), between=(2, 3)).tolist() == of_ranks
+
+
+def test_a_stage_without_moe_layers_takes_part(tmp_path):
+    path = tmp_path / "loads.jsonl"
+    counts = run("collect_beside_a_dense_stage", 2, str(path), (1, 2))[1]
+    assert_holds(path, counts, (1, 2), (1,))
+    total = [sum(of_expert) for of_expert in zip(*(counts[i][1] for i in (1, 2)), strict=True)]
+    assert sources.load(path, 8).tolist() == [[0] * 8, total]
 
 
 def test_a_run_that_fails_inside_the_range_leaves_what_it_had(tmp_path):

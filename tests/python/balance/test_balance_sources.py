@@ -53,23 +53,85 @@ def test_a_file_of_each_rank(tmp_path):
         sources.load(tmp_path / "loads.jsonl", 2)
 
 
-@pytest.mark.parametrize("name", ["loads.jsonl", "folder"])
-def test_counts_that_were_summed_say_it_beside(tmp_path, name):
-    """As a LoadCollector writes them: whole for its range, refused for a part, no obstacle to those who read counts."""
-    path, summed, sent = tmp_path / name, by_rank(1), np.array([[5, 3, 4, 4], [7, 5, 4, 4]])
+SENT = np.array([[4, 4, 4, 4], [8, 4, 4, 4]])  # of by_rank(0) and by_rank(1)
+
+
+def summed(path, name, own=None, sent=SENT, iterations=(5, 6)):
+    """As a LoadCollector writes the two ranks' counts: (path, the counts)."""
+    parts = [by_rank(rank) for rank in range(2)]
+    whole = statistics.LoadStatistics(sum(part.counts for part in parts), parts[0].iterations, parts[0].layers)
     if name == "folder":
         pytest.importorskip("safetensors")
-        statistics.save_tensorrt(path, summed, topk=1, files=1)
+        statistics.save_tensorrt(path / name, whole, topk=1, files=1)
     else:
-        statistics.save_jsonl(path, summed)
-    sources.save(path, sent, summed.iterations)
-    assert sources.load(path, 2).tolist() == sources.load(path, 2, between=(5, 6)).tolist() == WANT.tolist()
-    assert sources.load(path, 4, 4).tolist() == sent.tolist()
+        statistics.save_jsonl(path / name, whole)
+    sources.save(path / name, sent, iterations, own)
+    return path / name, whole
+
+
+KINDS = pytest.mark.parametrize("name", ["loads.jsonl", "folder"])
+
+
+@KINDS
+def test_counts_that_were_summed_say_it_beside(tmp_path, name):
+    """Whole for its range, or a wider one, refused for a part, no obstacle to those who read counts."""
+    path, whole = summed(tmp_path, name)
+    for between in (None, (5, 6), (0, 1 << 31)):
+        assert sources.load(path, 2, between=between).tolist() == WANT.tolist()
+    assert sources.load(path, 4, 4).tolist() == SENT.tolist()
     with pytest.raises(ValueError, match=r"json.*summed over iterations 5 to 6, not from 5 to 5: leave --between out"):
         sources.load(path, 2, between=(5, 5))
     with pytest.raises(ValueError, match="does not divide 4 experts"):
         sources.load(path, 3)
-    assert (statistics.load(path).counts == summed.counts).all()
+    assert (statistics.load(path).counts == whole.counts).all()
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            {"iterations": (5, 7)},
+            r"of another record, of iterations 5 to 7: the counts are of 5 to 6, .*take the .* away",
+        ),
+        ({"sent": SENT + np.eye(2, 4, dtype=int)}, "of another record"),
+        ({"sent": np.pad(SENT, ((0, 0), (0, 2)))}, "of another record"),
+        ({"sent": SENT / 3}, "sources of rank 0 are not a list of whole numbers"),
+        ({"sent": SENT - 5}, "sources of rank 0 are not a list of whole numbers"),
+        ({"sent": SENT[:0]}, "of another record"),
+    ],
+)
+def test_sources_of_other_counts_are_refused(tmp_path, name, wrong, message):
+    path, _ = summed(tmp_path, name, **wrong)
+    with pytest.raises(ValueError, match=message):
+        sources.load(path, 2)
+
+
+def test_a_folder_that_is_written_again_keeps_no_sources_of_before(tmp_path):
+    path, _ = summed(tmp_path, "folder")
+    for rank in range(2):
+        statistics.save_tensorrt(path, by_rank(rank, (9,)), topk=1, rank=rank, files=2)
+    assert sources.load(path, 2).tolist() == [[4, 4], [6, 4]]
+
+
+@pytest.mark.parametrize("own, said", [(None, ""), ([0, 1], "44.4%"), ([1, 0], "55.6%"), ([0, 2], ""), ([0], "")])
+def test_tokens_that_stay_are_known_where_ranks_of_groups_are(tmp_path, capsys, own, said):
+    """[[8, 8], [12, 8]]: of 36, 16 go to the like-numbered rank, 20 to the other. Groups need not be neighbours."""
+    path, _ = summed(tmp_path, "loads.jsonl", own)
+    assert main(["balance", "report", str(path), "--ep", "2", "--sources"]) == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert ("stay on their rank" in found) == bool(said)
+    assert not said or f"{said} stay on their rank" in found
+
+
+def test_a_rank_without_routers_sends_nothing(tmp_path):
+    """A pipeline stage of dense layers, in a run that ended early: its part is empty."""
+    parts = statistics.parts_folder(tmp_path / "loads.jsonl")
+    parts.mkdir()
+    for rank in range(3):
+        counted = by_rank(rank) if rank < 2 else statistics.LoadStatistics(np.zeros((2, 0, 0), np.int64), (5, 6), ())
+        statistics.save_jsonl(parts / f"rank{rank}of3.jsonl", counted)
+    assert sources.load(tmp_path / "loads.jsonl", 2).tolist() == [*WANT.tolist(), [0, 0]]
 
 
 def test_metrics_of_a_recipe(tmp_path, capsys):
@@ -114,10 +176,14 @@ def test_what_a_record_cannot_say_is_refused(tmp_path):
             sources.load(jsonl(path, [trace | wrong]), 2)
     for mixed in ([trace, sent], [sent, trace], [trace | sent]):
         with pytest.raises(
-            ValueError, match=rf"t\.jsonl:{len(mixed)}: mixes top_indices .* and rank_sent .*: give a file"
+            ValueError,
+            match=rf"t\.jsonl:{len(mixed)}: mixes top_indices .* and rank_sent [^,]*, which count .* two ways: give a",
         ):
             sources.load(jsonl(path, mixed), 2, 4)
     assert sources.load(jsonl(path, [trace, sent]), 2, 4, (8, 8)).tolist() == [[1, 1], [3, 3]]
+    for other in (trace, sent):
+        with pytest.raises(ValueError, match=r"t\.jsonl:2: mixes .* and sources \(--hybrid-ep-load-stats\), which"):
+            sources.load(jsonl(path, [other, {"iterations": [7, 8], "sources": [[1, 1, 0, 0]]}]), 2, 4)
 
 
 def test_files_of_ranks_have_what_is_asked_for(tmp_path):
@@ -133,7 +199,7 @@ def test_files_of_ranks_have_what_is_asked_for(tmp_path):
 
 
 def test_wide_groups_get_a_sentence_alone():
-    text = sources.describe(np.ones((64, 32), np.int64))
+    text = sources.describe(np.ones((64, 32), np.int64), np.arange(64) % 32)
     assert "\n" not in text and "3.1% stay on their rank" in text
 
 
