@@ -68,9 +68,9 @@ class HybridEPBuffer(LendsMemory, PlansClones, Meters, Named):
     * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): chunks, and blocks where num_sms_* say
       nothing. ValueError without an entry for this device and shape.
     * `arena_mib`: registered MiB where dispatched rows land to stay, and of empty() (default HYBRID_EP_ARENA_MIB, else
-      2.5 balanced results, at most 1 GiB; a GPU's at least 10 MiB). On hosts storages there cannot be resized;
-      on GPUs it has room for calls on `arena_streams` streams, the first that take of it, in equal parts, and for CUDA
-      graphs. Without room: a copy, see traffic().
+      2.5 balanced results a stream, at most 1 GiB). On hosts storages there cannot be resized. Without room: a copy,
+      see traffic(). `arena_streams`, 1 to 8: on GPUs it has room for calls on so many streams, the first that take of
+      it, in equal parts of at least 10 MiB, and for CUDA graphs.
     * `landing`: permuted rows land in the arena for "all" of a token's experts on the rank, or for the "first", and the
       rank copies (default HYBRID_EP_LANDING, else all on hosts, first on GPUs). Ranks may differ; bits are the same.
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their

@@ -41,11 +41,12 @@ class Meters:
           A combine follows the experts, so that a rank whose experts take longer is late for it. A rank of another node
           counts on its own node's ranks.
 
-        Always counted: by the lane that waits, where it waits, in one block. A rank that came while another was waited
-        for counts in full where each has a lane of its own, on a GPU with one node (of up to 512 ranks in an exchange,
-        32 in a dispatch and a combine); elsewhere for what it took beyond the other, so that on a host, whose lane
-        looks at one after the other, it may have 0. Not counted: the latency path, and what waits for rows.
-        ValueError."""
+        Always counted: by the lane that waits, where it waits, in one block, from its first wait's begin until the rank
+        came, so that ranks that are late together count each, and a row may add up to more than the time that passed.
+        Where each rank has a lane of its own, on a GPU with one node (of up to 512 ranks in an exchange, 32 in a
+        dispatch and a combine), all that are late count; a lane that looks at one after the other, as a host's, finds
+        there whoever came while it waited for another, who then has 0, and between nodes an exchange charges a rank
+        for what it takes beyond its node's. Not counted: the latency path, and what waits for rows. ValueError."""
         if during is not None and during not in WAITED_IN:
             raise ValueError(f"during={during!r} must be one of {WAITED_IN}, or None for all of them")
         waited = self._open_session().wait_seconds()

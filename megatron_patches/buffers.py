@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from megatron_patches.settings import Exchange, Settings
 
 T = TypeVar("T")
-_Key = tuple[dist.ProcessGroup, int, torch.dtype, int, "Settings"]
-_buffers: dict[_Key, HybridEPBuffer] = {}  # (group, hidden, dtype, experts per rank, settings) -> buffer
+_Key = tuple[dist.ProcessGroup, int, torch.dtype, int, "Settings", frozenset[tuple[str, int]]]
+_buffers: dict[_Key, HybridEPBuffer] = {}  # (group, hidden, dtype, experts per rank, settings, configured) -> buffer
 _RANKS_PER_NODE = "ranks_per_node (--hybrid-ep-ranks-per-node)"
 _places: dict[dist.ProcessGroup, dict[places.Asked, places.Places]] = {}  # by group and what its layers ask for
 
@@ -41,17 +41,18 @@ def get(
     num_tokens: int,
     wanted: Settings,
     num_sms: int | None = None,
-    more: dict[str, int] | None = None,
+    configured: dict[str, int] | None = None,
 ) -> HybridEPBuffer:
     """The shared buffer for this shape, created if new.
 
     group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens: rows
     of this call; the buffer grows by itself when a later call brings more. wanted: the layer's `Settings`.
-    num_sms: Megatron's wish; that of `wanted` and a tuning file win. more: what else its configuration says to the
-    buffer, as arguments of that."""
-    key = (group, hidden, dtype, num_local_experts, wanted)
+    num_sms: Megatron's wish; that of `wanted` and a tuning file win. configured: arguments of the buffer that
+    Megatron's configuration decides."""
+    configured = configured or {}
+    key = (group, hidden, dtype, num_local_experts, wanted, frozenset(configured.items()))
     if key not in _buffers:
-        _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, more)
+        _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, configured)
     return _buffers[key]
 
 
@@ -88,7 +89,7 @@ def _create(
     num_local_experts: int,
     num_sms: int | None,
     wanted: Settings,
-    more: dict[str, int] | None = None,
+    configured: dict[str, int] | None = None,
 ) -> HybridEPBuffer:
     asked = wanted.exchange
     buffer_class = asked.buffer_class
@@ -108,7 +109,7 @@ def _create(
         "latency_tokens": asked.latency_tokens,
         "arena_mib": asked.arena_mib,
         "clones": _clones(group, wanted),
-        **(more or {}),
+        **(configured or {}),
     }
     return buffer_class(
         group=group,
@@ -175,5 +176,5 @@ def describe() -> tuple[str, ...]:
 def _lines() -> Iterator[str]:
     yield from (
         f"{type(buffer).__name__}: {group.size()} ranks, hidden {hidden}, {dtype}, {experts} experts a rank"
-        for (group, hidden, dtype, experts, _), buffer in _buffers.items()
+        for (group, hidden, dtype, experts, *_), buffer in _buffers.items()
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 
-from hybrid_ep import functional
+from hybrid_ep import env, functional
 from hybrid_ep.payload import quantize
 from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
 from hybrid_ep.runtime.validation import ROW_ALIGNMENT
@@ -177,15 +177,16 @@ class HybridEPManager:
             num_tokens=num_tokens,
             num_local_experts=self.num_local_experts,
             num_sms=_num_sms(self.config),
-            more={**_local_pass(self.config), **self._streams(hidden_states)},
+            configured={**_local_pass(self.config), **self._streams(hidden_states)},
             wanted=self.settings,
         )
 
     def _streams(self, like: torch.Tensor) -> dict[str, int]:
         """On a GPU where dispatch and combine have a stream beside the experts': for how many there are results. Of an
-        arena whose size was chosen for it: half of the default would have no room for one result of a large layer."""
+        arena whose size was chosen for it: the default, which is limited, is better one stream's than none's."""
         beside = self.asynchronous or getattr(self.config, "overlap_moe_expert_parallel_comm", False)
-        return {"arena_streams": 2} if beside and like.is_cuda and self.settings.exchange.arena_mib else {}
+        sized = self.settings.exchange.arena_mib or env.get("HYBRID_EP_ARENA_MIB")
+        return {"arena_streams": 2} if beside and like.is_cuda and sized else {}
 
     def _order(self) -> dict[str, Any]:
         """What an operator is told of streams. It starts when what the layer's stream holds so far has passed, which is

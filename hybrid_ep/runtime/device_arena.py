@@ -83,7 +83,8 @@ class DeviceArena:
         self._engine, self._device = engine, device
         self._num_bytes, self._streams = num_bytes, streams  # that the arena is for
         self._pool: Any = None
-        self._spans: dict[int, range] = {}  # stream: addresses of its segment, none where the arena is unused
+        self._spans: dict[torch.cuda.Stream, range] = {}  # addresses of its segment, none where torch makes none
+        self._before: set[torch.cuda.Stream] = set()  # that had segments, whose work there may not have ended
         self._lock = threading.Lock()  # of its pools
         self._captured: tuple[weakref.ref[Any], Any] | None = None  # the latest graph, and its pool
         _let_go()
@@ -112,7 +113,7 @@ class DeviceArena:
 
     def _of_stream(self, num_bytes: int) -> torch.Tensor | None:
         """At least so many bytes for the current stream, if the arena is its own."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = torch.cuda.current_stream(self._device)
         if stream not in self._spans and len(self._spans) < self._streams:
             self._fill(stream)
         return self._made(num_bytes, self._pool) if self._spans.get(stream) else None
@@ -167,14 +168,18 @@ class DeviceArena:
         if blocks and all(block["state"] == "inactive" for block in blocks):
             with torch.cuda.stream(torch.cuda.default_stream(self._device)):
                 self._pool = None
-                self._spans.clear()
+            self._before.update(stream for stream, span in self._spans.items() if span)
+            self._spans = {stream: span for stream, span in self._spans.items() if not span}
 
-    def _fill(self, stream: int) -> None:
-        """Makes a segment of the current stream that has its part of the arena, or what graphs have left of it. Warns
+    def _fill(self, stream: torch.cuda.Stream) -> None:
+        """Makes a segment of the current stream that has its part of the arena, or of what graphs have left. Warns
         where torch makes none, or cuts none."""
-        room = min(self._num_bytes // self._streams, self._engine.arena_gap // _UNIT * _UNIT)
+        left = self._streams - len(self._spans)
+        room = min(self._num_bytes // self._streams, self._engine.arena_gap // left // _UNIT * _UNIT)
         if room < _LARGE:
             return
+        for before in self._before - {stream}:  # parts change hands where streams come in another order
+            stream.wait_stream(before)
         why = "its allocator takes no piece of that size"
         try:
             try:
@@ -190,16 +195,20 @@ class DeviceArena:
         except (RuntimeError, AttributeError, OSError) as error:
             why = str(error)
         self._spans[stream] = range(0)
-        if len(self._spans) == 1:
+        serves = any(self._spans.values())
+        if not serves:
             self._pool = None
+        what, remedy = f"the arena of {self._num_bytes >> 20} MiB", "; HYBRID_EP_ARENA_MIB=0 saves it"
+        if serves:
+            what, remedy = f"{room >> 20} MiB of {what}, a stream's part,", ""
         warnings.warn(
-            f"the arena of {self._num_bytes >> 20} MiB stays unused, dispatched rows are copied once more: torch's "
-            f"memory pools cannot use it ({why}; PYTORCH_ALLOC_CONF may say otherwise); HYBRID_EP_ARENA_MIB=0 saves it",
+            f"{what} stays unused, rows that would land there are copied once more: torch's memory pools cannot use it "
+            f"({why}; PYTORCH_ALLOC_CONF may say otherwise){remedy}",
             RuntimeWarning,
             stacklevel=2,
         )
 
-    def _filled(self, room: int, stream: int, small: bool = False) -> bool:
+    def _filled(self, room: int, stream: torch.cuda.Stream, small: bool = False) -> bool:
         """Whether torch has taken a piece of the arena into the pool, a new one if there is none; small: and memory for
         small tensors. False, and no new pool, where the caller has one, of which torch made it all."""
         lent, is_new = self._engine.arena_bytes_lent, self._pool is None

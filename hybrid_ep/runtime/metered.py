@@ -27,12 +27,16 @@ class Metered:
         self._past_waits: dict[str, list[float]] = {}
 
     def traffic(self) -> dict[str, int]:
-        now = self.engine.traffic()
+        if (engine := self.engine) is None:  # memory grows, in another thread
+            return dict(self._past_traffic)
+        now = engine.traffic()
         return {name: value + self._past_traffic.get(name, 0) for name, value in now.items()}
 
     def wait_seconds(self) -> dict[str, list[float]]:
         """{kind of operation: for each rank of the group}."""
-        now = {kind: [ns / 1e9 for ns in of_ranks] for kind, of_ranks in self.engine.waited_ns().items()}
+        if (engine := self.engine) is None:
+            return self._past_waits
+        now = {kind: [ns / 1e9 for ns in of_ranks] for kind, of_ranks in engine.waited_ns().items()}
         return {kind: summed(s, self._past_waits.get(kind, [0.0] * len(s))) for kind, s in now.items()}
 
     def num_launches(self) -> int:

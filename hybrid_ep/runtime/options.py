@@ -223,15 +223,16 @@ class Options:
 
     def arena_bytes(self, shape: dict[str, int]) -> int:
         """Registered bytes for results of a buffer of this shape."""
-        wanted = default_arena_bytes(shape) if self.arena_mib is None else self.arena_mib << 20
+        wanted = default_arena_bytes(shape, self.arena_streams) if self.arena_mib is None else self.arena_mib << 20
         return wanted if self.device.type == "cpu" else device_arena.whole_bytes(wanted, self.arena_streams)
 
 
-def default_arena_bytes(shape: dict[str, int]) -> int:
-    """Two and a half results, at most 1 GiB; none where not one result would fit into that."""
+def default_arena_bytes(shape: dict[str, int], streams: int = 1) -> int:
+    """Two and a half results of each of so many streams, at most 1 GiB; none where a stream's part of that would not
+    hold one."""
     rows = shape["max_tokens"] * shape["max_topk"]  # of a result, where ranks receive alike
     one = rows * (shape["row_bytes"] + shape["scale_bytes"])
-    return min(5 * one // 2, _MOST_DEFAULT_ARENA) if one <= _MOST_DEFAULT_ARENA else 0
+    return min(streams * 5 * one // 2, _MOST_DEFAULT_ARENA) if streams * one <= _MOST_DEFAULT_ARENA else 0
 
 
 def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:

@@ -38,17 +38,28 @@ def test_every_keyword_reaches_its_field_and_comes_back():
 
 
 @pytest.mark.parametrize("asynchronous, overlap, streams", [(False, False, 1), (True, False, 2), (False, True, 2)])
-def test_the_arena_of_a_gpu_is_for_as_many_streams_as_a_layer_has(asynchronous, overlap, streams):
-    """On hosts, and with buffers of other kinds, nothing is said of them."""
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_the_arena_of_a_gpu_is_for_as_many_streams_as_a_layer_has(
+    asynchronous, overlap, streams, by_variable, monkeypatch
+):
+    """On hosts, and of the default's size, nothing is said of them."""
     config = types.SimpleNamespace(overlap_moe_expert_parallel_comm=overlap)
     layer = types.SimpleNamespace(asynchronous=asynchronous, config=config, settings=settings.Settings.of())
     assert manager.HybridEPManager._streams(layer, types.SimpleNamespace(is_cuda=True)) == {}, "of the default size"
-    layer.settings = settings.Settings.of(arena_mib=2048)
+    if by_variable:
+        monkeypatch.setenv("HYBRID_EP_ARENA_MIB", "2048")
+    else:
+        layer.settings = settings.Settings.of(arena_mib=2048)
     of_gpu = manager.HybridEPManager._streams(layer, types.SimpleNamespace(is_cuda=True))
     assert of_gpu == ({} if streams == 1 else {"arena_streams": streams})
     assert manager.HybridEPManager._streams(layer, types.SimpleNamespace(is_cuda=False)) == {}
     made = buffers._create(None, 64, 8, 2, None, settings.Settings.of(buffer_class=dict), of_gpu)
     assert made.get("arena_streams", 1) == streams
+    monkeypatch.setattr(buffers, "_buffers", {})
+    asked = {"hidden": 64, "dtype": torch.bfloat16, "num_local_experts": 2, "num_tokens": 8}
+    wanted = settings.Settings.of(buffer_class=dict)
+    layers = [buffers.get(None, **asked, wanted=wanted, configured=of) for of in (of_gpu, {}, of_gpu)]
+    assert layers[0] is layers[2] and (layers[0] is layers[1]) == (streams == 1), "of models of one process, too"
 
 
 @pytest.mark.parametrize("mib", [None, 0, 96])

@@ -42,6 +42,21 @@ def test_an_arena_for_two_streams_is_of_the_first_two_in_equal_parts(found):
     assert two["a graph, larger than a part"] and two["to it alone"] == 40, "what nobody holds goes before a capture"
 
 
+def test_behind_a_graph_two_streams_share_what_is_left_and_wait_for_each_other(found):
+    """Where they come in another order than before, each has the other's old part."""
+    assert found["two_streams_behind_a_graph"] == [[20, 20], [True, [[0, 1], [1, 0]]]]
+
+
+def test_a_part_that_torch_does_not_make_is_said_to_be_one(found):
+    (one, lent, kept), (both, none, gone) = found["segments_that_are_not_made"]
+    assert len(one) == 1 and one[0].startswith(
+        "32 MiB of the arena of 64 MiB, a stream's part, stays unused, rows that"
+    )
+    assert "ARENA_MIB=0" not in one[0] and (lent, kept) == (32, True), "the other's serves"
+    assert len(both) == 2 and all("of 64 MiB stays unused" in text and "ARENA_MIB=0 saves it" in text for text in both)
+    assert (none, gone) == (0, False)
+
+
 def test_a_block_outlives_its_engine(found):
     assert found["outlives_the_engine"]
 

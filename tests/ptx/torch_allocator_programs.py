@@ -8,6 +8,7 @@ import ctypes
 import json
 import sys
 import threading
+import warnings
 
 import torch
 
@@ -118,6 +119,64 @@ def two_streams():
     found["to it alone"] = a.engine.arena_bytes_lent // MIB
     del x
     graph.reset()
+    return found
+
+
+def two_streams_behind_a_graph():
+    """(MiB of the parts, [whether the graph has its block, (which stream waits, for which)]) where a graph has taken 24
+    of 64 MiB and the second stream comes first."""
+    a = Arena(64, streams=2)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    waits, wait = [], torch.cuda.Stream.wait_stream
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            a.take(2)
+
+    def waiting(self, other):
+        waits.append((streams.index(self), streams.index(other)))
+        wait(self, other)
+
+    with captured() as graph:
+        x = a.take(24)
+    torch.cuda.Stream.wait_stream = waiting
+    try:
+        for stream in reversed(streams):
+            with torch.cuda.stream(stream):
+                a.take(2)
+    finally:
+        torch.cuda.Stream.wait_stream = wait
+    parts = [len(a.arena._spans[stream]) // MIB for stream in streams]
+    ends = [x is not None, sorted(waits)]
+    del x
+    graph.reset()
+    return parts, ends
+
+
+def segments_that_are_not_made():
+    """[(what is warned of, MiB lent, whether a pool is kept)] where torch makes none for the second stream, and none
+    for either."""
+    found, filled = [], DeviceArena._filled
+    for refused in ((1,), (0, 1)):
+        calls = []
+
+        def some(self, room, stream, small=False, calls=calls, refused=refused):
+            calls.append(stream)
+            if len(calls) - 1 in refused:
+                raise RuntimeError("not of mine")
+            return filled(self, room, stream, small)
+
+        a = Arena(64, streams=2)
+        DeviceArena._filled = some
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+                    with torch.cuda.stream(stream):
+                        a.take(2), a.take(2)
+        finally:
+            DeviceArena._filled = filled
+        texts = [str(one.message).split("torch's")[0] + str(one.message).rpartition(")")[2] for one in said]
+        found.append((texts, a.engine.arena_bytes_lent // MIB, a.arena._pool is not None))
     return found
 
 
@@ -281,6 +340,8 @@ PROGRAMS = (
     blocks,
     other_streams,
     two_streams,
+    two_streams_behind_a_graph,
+    segments_that_are_not_made,
     outlives_the_engine,
     placing,
     within_another_pool,

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -124,3 +125,24 @@ def test_a_kind_that_there_is_not_is_refused():
     buffer = VirtualWorld(1, 1).buffers(H, 16, EXPERTS_OF_RANK)[0]
     with pytest.raises(ValueError, match="during='permute' must be one of .*'combine'"):
         buffer.wait_seconds("permute")
+
+
+def test_counts_can_be_asked_for_while_memory_grows():
+    """By another thread; nothing that was counted is lost."""
+    before, buffers, world = waits((1, 2), 1, dispatch)
+    asked, ends = [], threading.Event()
+
+    def ask():
+        while not ends.is_set():
+            asked.append((buffers[0].traffic(), buffers[0].wait_seconds()))
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            for tokens in (100, 1000, 10_000):
+                world.run(lambda rank, _, tokens=tokens: dispatch(rank, buffers[rank], tokens=tokens))
+        finally:
+            ends.set()
+        asking.result(30)
+    asked.append((buffers[0].traffic(), buffers[0].wait_seconds()))
+    assert all(waited[1] >= before[0][1] and sent.keys() == asked[-1][0].keys() for sent, waited in asked)
