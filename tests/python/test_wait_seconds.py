@@ -78,10 +78,12 @@ def test_counts_stay_through_growth_and_go_with_a_reset():
         assert buffer.wait_seconds() == [0.0, 0.0]
 
 
-def late_in(shape, late, step):
-    """wait_seconds(kind) of all kinds and ranks, of one call: `late` sleeps before step(buffer, x, handle)."""
+def late_in(shape, late, step, blocks):
+    """wait_seconds(kind) of all kinds and ranks, of one call: `late` sleeps before step(buffer, x, handle). None is
+    more than the call took, whatever the number of blocks, which all wait."""
     world = VirtualWorld(*shape)
-    buffers = world.buffers(H, 16, EXPERTS_OF_RANK, timeout_s=30)
+    sms = dict.fromkeys(("num_sms_dispatch_api", "num_sms_combine_api"), blocks)
+    buffers = world.buffers(H, 16, EXPERTS_OF_RANK, timeout_s=30, **sms)
 
     def work(rank, _):
         buffer, x = buffers[rank], torch.ones(16, H, dtype=torch.bfloat16)
@@ -92,7 +94,9 @@ def late_in(shape, late, step):
         buffer.reset_traffic()
         if rank == late:
             time.sleep(DELAY)
+        begin = time.monotonic()
         step(buffer, x, rows, handle)
+        assert max(buffer.wait_seconds()) <= time.monotonic() - begin
         assert buffer.wait_seconds() == [sum(s) for s in zip(*map(buffer.wait_seconds, WAITED_IN), strict=True)]
         return {kind: buffer.wait_seconds(kind) for kind in WAITED_IN}
 
@@ -110,8 +114,9 @@ def combines(buffer, _, rows, handle):
 
 @pytest.mark.parametrize("kind, step", [("dispatch", by_handle), ("combine", combines)])
 @pytest.mark.parametrize("shape, late", [((1, 2), 1), ((1, 4), 2), ((2, 2), 3)])
-def test_ranks_of_a_node_wait_for_who_begins_an_operation_late(shape, late, kind, step):
-    found = late_in(shape, late, step)
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_ranks_of_a_node_wait_for_who_begins_an_operation_late(shape, late, kind, step, blocks):
+    found = late_in(shape, late, step, blocks)
     own = slice(late // shape[1] * shape[1], (late // shape[1] + 1) * shape[1])
     for waited_in, of_ranks in found.items():
         if waited_in == kind:

@@ -38,6 +38,15 @@ def test_a_block_is_cast_by_its_largest_value(dtype, tokens, hidden, scale):
     assert back.dtype == torch.bfloat16 and torch.equal(back, exact.bfloat16())
 
 
+def test_the_bits_are_those_of_a_multiplied_reciprocal():
+    """As callers compare them with what deep_ep has cast: to divide by the scale rounds some values to another e4m3."""
+    x = rows(4096, 128, 1.0, torch.bfloat16)
+    cast, scales = casts.per_token_cast_to_fp8(x)
+    largest = x.float().abs().amax(1, keepdim=True)
+    assert torch.equal(cast.view(torch.uint8), (x * (448.0 / largest)).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert not torch.equal(cast.view(torch.uint8), (x / scales).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
 def test_scales_that_are_powers_of_two_come_four_in_an_int():
     cast, _ = casts.per_token_cast_to_fp8(rows(3, 1024, 1.0, torch.bfloat16))
     exponents = torch.randint(100, 150, (3, 8), dtype=torch.uint8)
