@@ -1,6 +1,8 @@
 """Rules of the Trace Event Format, as its specification and Perfetto's importer have them, that a timeline must keep.
 
-Perfetto drops what breaks them and says so only in its statistics, so a trace that is written is checked first."""
+Perfetto drops or misreads what breaks them. Its statistics count spans that overlap, times before 0 and flows that
+begin twice; a flow that goes nowhere or an unknown event is lost without a count. So a trace is checked before it is
+written."""
 
 from __future__ import annotations
 

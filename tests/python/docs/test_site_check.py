@@ -9,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "scripts"))
+import chromium  # noqa: E402
 import site_check  # noqa: E402
 
-PROGRAM = site_check.browser(install=False)
+PROGRAM = chromium.find(install=False)
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here; scripts/site_check.py gets one through apt")
 
 GOOD = (
