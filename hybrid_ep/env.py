@@ -175,6 +175,23 @@ def torch_allocator_conf() -> str:
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
+# Of NVSHMEM: who chooses a rank's NIC, and among which.
+NIC_LIST = "NVSHMEM_HCA_LIST"
+NIC_BY_LIST = "NVSHMEM_ENABLE_NIC_PE_MAPPING"
+NIC_CHOICES = (NIC_BY_LIST, "NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_NETDEVS_POLICY", "NVSHMEM_IBGDA_ENABLE_MULTI_PORT")
+
+
+def nvshmem_nics() -> dict[str, str]:
+    """What the environment says of the NICs that NVSHMEM uses; not ours to check."""
+    return {name: value for name in (NIC_LIST, *NIC_CHOICES) if (value := os.environ.get(name, ""))}
+
+
+def name_nvshmem_nic(nic: str) -> None:
+    """Gives NVSHMEM, which has not started in this process, one NIC: "mlx5_0:1", a name and a port. The list alone is
+    not enough: from 3.8 on NVSHMEM reads it only with the other variable."""
+    os.environ.update({NIC_LIST: nic, NIC_BY_LIST: "1"})
+
+
 def unknown() -> dict[str, str | None]:
     """Variables that are set and look like ours, and nothing reads; with the name that may have been meant."""
     ours = "HYBRID_EP_"  # which all share, so that it makes none alike

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slurm.add_argument(
         "--nics",
         metavar="NAME[,..]",
-        help="RDMA NICs that NCCL and NVSHMEM may use, as mlx5_0,mlx5_1; default: all, each GPU those nearest to it",
+        help="RDMA NICs that NCCL and the ranks may use, as mlx5_0,mlx5_1; default: all, each GPU those nearest to it",
     )
     slurm.add_argument("--env", action="append", metavar="NAME=VALUE", help="export a variable; may be repeated")
     slurm.add_argument("--module", action="append", metavar="NAME", help="module load NAME first; may be repeated")

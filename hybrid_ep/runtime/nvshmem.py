@@ -25,6 +25,7 @@ import torch
 
 from hybrid_ep import _core
 from hybrid_ep.errors import BootstrapError
+from hybrid_ep.runtime import rail_nic
 from hybrid_ep.runtime.bootstrap import Rendezvous
 from hybrid_ep.runtime.topology import Topology
 
@@ -90,6 +91,8 @@ class Heap:
         _agree_to_start(answers)
         if self.identity:
             return
+        if device >= 0:
+            rail_nic.bind(device)
         said = meet.exchange(f"{topic}/id", self._unique_id() if meet.view.rank == 0 else None)[0]
         if "error" in said:
             raise BootstrapError(f"rank 0 has no unique id for NVSHMEM: {said['error']}", (0,))
