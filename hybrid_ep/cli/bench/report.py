@@ -23,6 +23,7 @@ from hybrid_ep.perf import crossover
 _ONLY_WIDE = {"size", "t_min", "t_p99", "algbw", "rail", "node"}
 THROUGHPUT, LINES = "hybrid_ep", "hybrid_ep-latency"  # implementations: the two paths
 SCHEMA = "hybrid_ep.bench/2"
+_MUCH_QUEUED = 0.1  # share of a call from which ranks that wait for a core are told of
 REDUCTIONS = ("rank 0", "AVG", "MIN", "MAX")
 _COLUMNS = (
     ("tokens", 8, "(/rank)"), ("sms", 5, ""), ("op", 10, ""), ("impl", 19, ""), ("size", 12, "(B)"),
@@ -281,6 +282,16 @@ def limits(config: Config, result: CaseResult, rows: list[Row]) -> list[dict[str
     return found
 
 
+def core_shares(config: Config, result: CaseResult, row: Row) -> tuple[float, float] | None:
+    """Of the row's calls, all ranks and iterations together: shares of the time that a rank ran on a core, and that it
+    was ready and had none. None where the system does not say, and on GPUs, whose host waits for them."""
+    key = (row.op, row.implementation)
+    if config.backend == "cuda" or key not in result.queued:
+        return None
+    calls, running, queued = (sum(map(sum, of[key])) for of in (result.samples, result.running, result.queued))
+    return running / calls, queued / calls
+
+
 def limit_lines(config: Config, result: CaseResult, rows: list[Row]) -> Iterator[str]:
     """After a case: the machine's memcpy rate, the share of it that was reached."""
     yield f"# imbalance ratio over ranks at {result.tokens} tokens: {result.ledger.imbalance:.3f}"
@@ -294,6 +305,12 @@ def limit_lines(config: Config, result: CaseResult, rows: list[Row]) -> Iterator
             f"# {limit['implementation']} {limit['op']}: {limit['one_pass_share']:.1%} of the one-pass limit "
             f"(by memmove, rows land where experts read them: {limit['one_pass_us']:.0f} us)"
         )
+    for row in rows:
+        if row.op not in STAGES and (shares := core_shares(config, result, row)) and shares[1] >= _MUCH_QUEUED:
+            yield (
+                f"# {row.implementation} {row.op}: its ranks ran for {shares[0]:.0%} of their time and waited "
+                f"for a core for {shares[1]:.0%}"
+            )
 
 
 def footer_lines(config: Config, results: list[CaseResult], rows: list[Row], peak_rss: int | None) -> Iterator[str]:
@@ -367,14 +384,15 @@ def to_json(
                 "wrong": result.wrong,
                 "counted_rows": result.counted_rows,
                 "skipped": result.skipped,
-                "samples_s": [
-                    {"op": op, "implementation": name, "by_rank": samples}
-                    for (op, name), samples in result.samples.items()
-                ],
-                "kernel_samples_s": [
-                    {"op": op, "implementation": name, "by_rank": samples}
-                    for (op, name), samples in result.kernel.items()
-                ],
+                **{
+                    key: [{"op": op, "implementation": name, "by_rank": by_rank} for (op, name), by_rank in of.items()]
+                    for key, of in (
+                        ("samples_s", result.samples),
+                        ("kernel_samples_s", result.kernel),
+                        ("running_samples_s", result.running),
+                        ("queued_samples_s", result.queued),
+                    )
+                },
             }
         )
     return {

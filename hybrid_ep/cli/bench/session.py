@@ -12,7 +12,7 @@ import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ class CaseResult:
     counted_rows: dict[str, dict[str, tuple[int, int]]]
     kernel: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)  # like samples, inside kernels
     setup_s: dict[str, float] = field(default_factory=dict)  # implementation -> construction, slowest rank
+    # like samples: seconds in which the calling thread ran, and in which it was ready and had no core
+    running: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
+    queued: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
 
     @property
     def num_miscounted(self) -> int:
@@ -77,7 +80,7 @@ def run_case(
         wrong = dict.fromkeys((kind.name for kind in chosen), 0)
         _check(built, config, expected, wrong, world)
         counted = {each.name: rows for each in built if (rows := _count_rows(each, ledger, world))}
-        samples, kernel = _time(built, config, world, place)
+        times = _time(built, config, world, place)
         _check(built, config, expected, wrong, world)
         buffer_bytes = {each.name: world.reduce(each.buffer_bytes(), dist.ReduceOp.MAX) for each in built}
     finally:
@@ -89,13 +92,15 @@ def run_case(
         num_sms,
         counts,
         ledger,
-        world.gather(samples),
+        world.gather(times.calls),
         wrong,
         buffer_bytes,
         skipped,
         counted,
-        world.gather(kernel),
+        world.gather(times.kernel),
         setup_s,
+        world.gather(times.running),
+        world.gather(times.queued),
     )
 
 
@@ -170,27 +175,38 @@ def _count_rows(each: Implementation, ledger: Ledger, world: World) -> dict[str,
     return {link: (grown[link], 2 * expected[link]) for link in before}
 
 
-def _time(built: list[Implementation], config: Config, world: World, place: str) -> tuple[Samples, Samples]:
-    """(API times, kernel times) of this rank."""
+class _Times(NamedTuple):
+    """Of this rank: API times, kernel times, and what it had of a core in the former."""
+
+    calls: Samples
+    kernel: Samples
+    running: Samples
+    queued: Samples
+
+    @classmethod
+    def empty(cls) -> _Times:
+        return cls({}, {}, {}, {})
+
+
+def _time(built: list[Implementation], config: Config, world: World, place: str) -> _Times:
     memcpy = Memcpy()
     turns = [_Turn(each, config, world) for each in built]
-    samples: Samples = {}
-    kernel: Samples = {}
+    times = _Times.empty()
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         iterations = range(-config.warmup, config.iterations)
         for iteration in track(iterations, place) if world.rank == 0 else iterations:
-            kept = (samples, kernel) if iteration >= 0 else ({}, {})
+            kept = times if iteration >= 0 else _Times.empty()
             first = iteration % len(turns) if turns else 0
             for turn in turns[first:] + turns[:first]:
-                turn.run(*kept)
-            world.timed(kept[0], ("copy", MEMCPY), memcpy.run)
+                turn.run(kept)
+            world.timed(kept.calls, ("copy", MEMCPY), memcpy.run, on_cores=(kept.running, kept.queued))
     finally:
         if collecting:
             gc.enable()
-    return samples, kernel
+    return times
 
 
 class _Turn:
@@ -204,8 +220,8 @@ class _Turn:
         self.captured: dict[str, Callable] = graphs.capture(each, config.ops) if config.cuda_graph else {}
         each.start_kernel_clock()
 
-    def run(self, samples: Samples, kernel: Samples) -> None:
-        each, self._kept = self.each, (samples, kernel)
+    def run(self, kept: _Times) -> None:
+        each, self._kept = self.each, kept
         for op, stage in self.stages.items():
             self._stage(op, stage)
         if ("dispatch" in self.ops or "combine" in self.ops) and not self.captured:
@@ -224,12 +240,12 @@ class _Turn:
             self._time("chain", lambda: _chain(each, self.chain), parts=self.chain)
 
     def _time(self, op: str, call: Callable[[], Any], parts: int = 1, keep: bool = True) -> Any:
-        samples, kernel = self._kept if keep else ({}, {})
-        before = self.each.kernel_seconds()
-        result = self.world.timed(samples, (op, self.each.name), call, parts)
+        times = self._kept if keep else _Times.empty()
+        key, before = (op, self.each.name), self.each.kernel_seconds()
+        result = self.world.timed(times.calls, key, call, parts, (times.running, times.queued))
         after = self.each.kernel_seconds()
         if before is not None and after is not None and not self.captured:
-            kernel.setdefault((op, self.each.name), []).append((after - before) / parts)
+            times.kernel.setdefault(key, []).append((after - before) / parts)
         return result
 
     def _stage(self, op: str, stage: Timed) -> None:
@@ -238,7 +254,7 @@ class _Turn:
             return
         kept, parts = self._kept, []
         for call in (stage.run, stage.less):
-            self._kept = ({}, {})
+            self._kept = _Times.empty()
             self._time(op, call)
             parts.append([one.get((op, self.each.name), [None])[0] for one in self._kept])
         self._kept = kept

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from hybrid_ep import local_ranks
 from hybrid_ep.cli import Failure, has_words, launch
+from hybrid_ep.cli.bench import cores
 
 Samples = dict[tuple[str, str], list[float]]  # (op, implementation) -> seconds, one an iteration
 
@@ -36,13 +37,25 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def timed(self, kept: Samples, key: tuple[str, str], call: Callable[[], Any], parts: int = 1) -> Any:
-        """call(), from a barrier to the end of its work; the seconds of one of its `parts` go into kept[key]."""
+    def timed(
+        self,
+        kept: Samples,
+        key: tuple[str, str],
+        call: Callable[[], Any],
+        parts: int = 1,
+        on_cores: tuple[Samples, Samples] | None = None,
+    ) -> Any:
+        """call(), from a barrier to the end of its work; the seconds of one of its `parts` go into kept[key]. on_cores:
+        takes those in which this thread ran, and those in which it waited for a core."""
         self.meet()
+        before = cores.now() if on_cores else None
         start = time.perf_counter()
         result = call()
         self.finish()
         kept.setdefault(key, []).append((time.perf_counter() - start) / parts)
+        if on_cores and before and (after := cores.now()):
+            for samples, begin, end in zip(on_cores, before, after, strict=True):
+                samples.setdefault(key, []).append((end - begin) / parts)
         return result
 
     def gather(self, samples: Samples) -> dict[tuple[str, str], list[list[float]]]:
