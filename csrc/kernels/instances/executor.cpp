@@ -13,11 +13,15 @@ namespace {
 std::mutex table_mutex;
 
 std::map<std::string, Executor::Maker>& table() {
-  static std::map<std::string, Executor::Maker> executors{{"host", make_host_plain},
-                                                          {"host_checked", make_host_checked},
-                                                          {"host_checked_lanes4", make_host_checked_lanes4},
-                                                          {"host_checked_mapped", make_host_checked_mapped},
-                                                          {"host_checked_lanes32", make_host_checked_lanes32}};
+  static std::map<std::string, Executor::Maker> executors{
+#if !defined(HEP_NO_FIBERS)  // a build for tests that run on threads alone
+      {"host", make_host_plain},
+      {"host_checked", make_host_checked},
+      {"host_checked_lanes4", make_host_checked_lanes4},
+      {"host_checked_mapped", make_host_checked_mapped},
+      {"host_checked_lanes32", make_host_checked_lanes32},
+#endif
+  };
   return executors;
 }
 
