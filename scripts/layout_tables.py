@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybrid_ep.perf import training
+from hybrid_ep.perf.efficiency import FITTED
 from recipes import CLUSTER_RECIPES, cluster_summary, layouts, memory
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "recipe-layouts.md"
@@ -37,6 +39,8 @@ def row(name: str, cluster: str) -> str:
 
 def text() -> str:
     """The whole page."""
+    both = FITTED.layer_us_x86 / 1e3
+    halves = sorted(training.of_half(half).layer_us_x86 / 1e3 for half in training.HALVES)
     lines = [
         "# Layouts of the GPU recipes",
         "",
@@ -52,9 +56,10 @@ def text() -> str:
         "|---|---|---|---|---:|---:|---:|---:|---|---:|---:|---:|---:|",
         *(row(name, cluster) for name in CLUSTER_RECIPES for cluster in CLUSTERS),
         "",
-        "Larger micro-batches pay for launches once, which on x86 hosts the model has as 4.5 ms of a layer, and as 3.3",
-        "or 5.5 fitted to either half of the published steps; the leads of 7 to 23 % there rest on that number, and no",
-        "published run has these layouts.",
+        "Larger micro-batches pay for launches once, which on x86 hosts the model has as "
+        f"{both:.1f} ms of a layer, and as",
+        f"{halves[0]:.1f} or {halves[-1]:.1f} fitted to either half of the published steps; the leads of layouts with",
+        "another MBS there rest on that number, and no published run has these layouts.",
         "",
         "What ships is not always the first: layouts are preferred that published runs have (EP 32 and PP 8 for",
         "DeepSeek-V3 on B200, EP 64 and PP 4 on GB200, EP 8 and PP 8 for Qwen3-235B on Blackwell), that keep a few GB",

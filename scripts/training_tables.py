@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,24 +28,27 @@ def text() -> str:
     share, share_worst = training.spread(_by_one_share(fits))
     apart, apart_worst = training.spread(_by_other_models(fits))
     half = sorted(abs(_at(row, 0.5)) for row in fits)
+    bf16 = [row for row in fits if row.job.dtype == "bf16"]
     lines = [
         "# Training steps: published and predicted",
         "",
-        "Made by `make tables`. Rows are Megatron Bridge's performance summaries (25.09 to 26.08) and",
-        "Megatron-LM's MoE recipes: dropless ones of models that are known here, NVFP4 left out; tokens a second of a",
-        "GPU. Dispatcher, overlap of the exchange and CUDA graphs are those of the recipe for just this layout in the",
-        "project's repository at the date of the summary. Where there is none, they are the nearest recipe's or",
-        "assumed, and the row is among the [assumed](#assumed) ones. What a row recomputed is counted as free.",
+        "Made by `make tables`. Rows are Megatron Bridge's performance summaries (25.09 to 26.08), Megatron-LM's MoE",
+        "recipes and the Qwen3 page of Megatron-MoE-ModelZoo: dropless ones of models that are known here, NVFP4 left",
+        "out; tokens a second of a GPU. Dispatcher, overlap of the exchange, CUDA graphs and recompute are those of",
+        "the recipe for just this layout in the project's repository at the date of the summary. Where there is none,",
+        "they are the nearest recipe's or assumed, and the row is among the [assumed](#assumed) ones. Full recompute",
+        "is counted, that of modules is free: none of them is the experts'.",
         "DeepSeek-V3 has its layer of multi-token prediction but in four rows of 25.11: summaries give tokens and",
         "TFLOPS, and their ratio is a token's FLOPs by Megatron's formula with the layer or without (260.0 or 249.8",
-        "billion). Exchanges of the dispatcher `deepep` are predicted as those of the published Hybrid-EP: this model",
-        "has none of DeepEP's kernels between nodes.",
+        "billion). Exchanges of the dispatcher `deepep` are predicted as those of the published Hybrid-EP, between",
+        "nodes and inside one: this model has none of DeepEP's kernels, and no rate of them is published for H100.",
+        "Offloaded activations and optimizer states count as free.",
         "",
         "Four numbers hold for all models, GPUs and precisions",
         "([what they are](../performance_model.md#steps-advice-weights-instead-of-tokens)).",
         f"The {len(fits)} configurations, of each the newest release, are parted in two halves; a row is held out",
         "where the numbers of the other half predict it. What is used is fitted to both halves.",
-        f"Only {sum(row.job.dtype == 'bf16' for row in fits)} of these is in bf16; assumed ones in bf16 come out slow.",
+        f"{len(bf16)} of these are in bf16: held out {_said(row.held_out for row in bf16)}.",
         "",
         "| | " + " | ".join(f"half {n}" for n in training.HALVES) + " | both |",
         "|---|---:|---:|---:|",
@@ -59,22 +62,78 @@ def text() -> str:
         "|---|---:|---:|",
         f"| **held out: the numbers of the other half** | **{median:.0%}** | **{worst:.0%}** |",
         f"| held out with its whole model: the rows of the other two models | {apart:.0%} | {apart_worst:.0%} |",
+        *_tried(fits),
         f"| one share of peak for each GPU and precision, from the other half | {share:.0%} | {share_worst:.0%} |",
         f"| half of peak for all, nothing for launches | {statistics.median(half):.0%} | {half[-1]:.0%} |",
         "",
         "The halves share `passes` and `gemm` out differently, for more of one stands in for less of the other, and",
-        "differ in launches.",
+        "differ in launches. A factor is the mean (geometric) by which the rows of its group in one half are faster",
+        "than that half's own numbers have them, and the other half's rows are multiplied by it; by 1 where the group",
+        "has no row there.",
         "",
-        "| published step | how | source | tokens/s | predicted | residual | held out |",
-        "|---|---|---|---:|---:|---:|---:|",
+        "| published step | how | recompute | source | tokens/s | predicted | residual | held out |",
+        "|---|---|---|---|---:|---:|---:|---:|",
     ]
     lines += [f"{_line(row)} {training.percent(row.held_out)} |" for row in fits]
-    lines += ["", "## Held out, by GPU, model and graphs", "", "| | rows | median | worst | signed median |"]
+    lines += ["", "## Held out, by GPU, precision, model and graphs", "", "| | rows | median | worst | signed median |"]
     lines += ["|---|---:|---:|---:|---:|"]
     lines += _spreads(fits, lambda row: gpu_word(row.job.cluster))
+    lines += _spreads(fits, lambda row: precision_class(row.job.dtype))
     lines += _spreads(fits, lambda row: row.job.model.name)
     lines += _spreads(fits, lambda row: f"{row.graphs} graphs" if row.graphs != "none" else "no graphs")
-    return "\n".join([*lines, *_older(), *_assumed()]) + "\n"
+    return "\n".join([*lines, *_older(), *_assumed(), *_notes()]) + "\n"
+
+
+def _said(residuals: Iterable[float]) -> str:
+    """Median and worst of their sizes, and the median with its sign, in words."""
+    found = list(residuals)
+    median, worst = training.spread(found)
+    return f"median {median:.0%}, worst {worst:.0%}, signed median {statistics.median(found):+.0%}"
+
+
+# Groups of rows that a number of their own might serve better than the four of all.
+_FACTORS: dict[str, Callable[[training.Row], tuple[str, ...]]] = {
+    "generation of GPUs": lambda row: (row.job.cluster.gpu.generation,),
+    "generation and precision": lambda row: (row.job.cluster.gpu.generation, precision_class(row.job.dtype)),
+    "generation, precision and whether it recomputes": lambda row: (
+        row.job.cluster.gpu.generation,
+        precision_class(row.job.dtype),
+        str(row.recompute != "none"),
+    ),
+    "GPU": lambda row: (gpu_word(row.job.cluster),),
+    "GPU and precision": lambda row: (gpu_word(row.job.cluster), precision_class(row.job.dtype)),
+}
+
+
+def _tried(rows: Sequence[training.Row]) -> Iterator[str]:
+    """Lines of more numbers than four."""
+    for name, key in _FACTORS.items():
+        median, worst = training.spread(_by_factor(rows, key))
+        yield f"| held out, and a factor for each {name} | {median:.0%} | {worst:.0%} |"
+    for name in ("passes", "layer_us_x86"):
+        median, worst = training.spread(_apart(rows, name))
+        yield f"| held out, and `{name}` of bf16 by itself | {median:.0%} | {worst:.0%} |"
+
+
+def _apart(rows: Sequence[training.Row], name: str) -> list[float]:
+    """Residuals held out where bf16 has a number of its own."""
+    found = []
+    for half in training.HALVES:
+        fitted = training.fit_apart((row for row in rows if row.half != half), name)
+        theirs = [row for row in rows if row.half == half]
+        found += [row.predicted(fitted[precision_class(row.job.dtype)]) / row.tokens_per_s - 1 for row in theirs]
+    return found
+
+
+def _by_factor(rows: Sequence[training.Row], key: Callable[[training.Row], tuple[str, ...]]) -> list[float]:
+    """Residuals held out, times the geometric mean by which rows of the same key are off in the half that fits."""
+    found = []
+    for row in rows:
+        fitted = training.of_half(3 - row.half)
+        near = [other for other in rows if other.half != row.half and key(other) == key(row)]
+        logs = [math.log(other.tokens_per_s / other.predicted(fitted)) for other in near]
+        found.append((1 + row.held_out) * math.exp(statistics.fmean(logs) if logs else 0.0) - 1)
+    return found
 
 
 def _by_one_share(rows: Sequence[training.Row]) -> list[float]:
@@ -123,7 +182,7 @@ def _older() -> list[str]:
         "",
         "| release | rows | median held out | worst | signed median |",
         "|---|---:|---:|---:|---:|",
-        *_spreads(rows, lambda row: row.source.rpartition(" ")[2]),
+        *_spreads(rows, lambda row: row.source),
         "",
         *_table(rows),
     ]
@@ -136,21 +195,34 @@ def _assumed() -> list[str]:
         "",
         "## Assumed",
         "",
-        f"{len(rows)} rows of which no recipe says just how they exchanged: median {median:.0%}, worst",
-        f"{worst:.0%} off. None sets a number.",
+        f"{len(rows)} rows of which no recipe says just how they exchanged, that their project has not published, or",
+        "whose step does what the model has not (a [note](#notes) says which): "
+        f"median {median:.0%}, worst {worst:.0%} off.",
+        "None sets a number.",
         "",
         *_table(rows),
     ]
 
 
+def _notes() -> list[str]:
+    """What is confirmed and what inferred, each note once."""
+    rows = [row for row in training.rows() if row.note]
+    lines = ["", "## Notes", ""]
+    for note in dict.fromkeys(row.note for row in rows):
+        those = [row for row in rows if row.note == note]
+        how_many = "one row" if len(those) == 1 else f"{len(those)} rows"
+        lines.append(f"* {those[0].source}, {how_many}: {note}.")
+    return lines
+
+
 def _table(rows: Sequence[training.Row]) -> list[str]:
-    head = ["| published step | how | source | tokens/s | predicted | residual |", "|---|---|---|---:|---:|---:|"]
-    return [*head, *map(_line, rows)]
+    head = "| published step | how | recompute | source | tokens/s | predicted | residual |"
+    return [head, "|---|---|---|---|---:|---:|---:|", *map(_line, rows)]
 
 
 def _line(row: training.Row) -> str:
     return (
-        f"| {str(row).rpartition(' (')[0]} | {row.how} | {row.source} | {row.tokens_per_s:,.0f} | "
+        f"| {str(row).rpartition(' (')[0]} | {row.how} | {row.recompute} | {row.source} | {row.tokens_per_s:,.0f} | "
         f"{row.predicted():,.0f} | {training.percent(row.residual)} |"
     )
 

@@ -12,7 +12,7 @@ held out are off. Half of peak for all matrix products and no more than that, as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hybrid_ep.hardware.clusters import Cluster
@@ -32,7 +32,7 @@ class Compute:
 
 
 # Written by `scripts/make_tables.py --fit`.
-FITTED = Compute(gemm=0.5752, passes=7.793, layer_us_x86=4529, layer_us_grace=76.93)
+FITTED = Compute(gemm=0.5406, passes=7.445, layer_us_x86=3312, layer_us_grace=626.4)
 
 
 class PerToken(NamedTuple):
@@ -140,6 +140,11 @@ def layer_us_beside(host: str, fitted: Compute | None = None) -> float:
     """The same beside a CPU of this `host_word`."""
     fitted = fitted or FITTED
     return fitted.layer_us_grace if host == "Grace" else fitted.layer_us_x86
+
+
+def with_layer_us(host: str, us: float) -> Compute:
+    """`FITTED`, but for launches of a layer beside a CPU of this `host_word`, microseconds."""
+    return replace(FITTED, **{"layer_us_grace" if host == "Grace" else "layer_us_x86": us})
 
 
 def per_token(model: MoeModel, cluster: Cluster, dtype: str, sequence: int, fitted: Compute | None = None) -> PerToken:

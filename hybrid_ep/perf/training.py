@@ -1,11 +1,14 @@
 """Published training steps beside the step model, which is fitted to them; to each half of them, to predict the other.
 
-The rows are Megatron Bridge's performance summaries and Megatron-LM's MoE recipes: dropless, experts force-balanced.
-Summaries give the layout; dispatcher, overlap of the exchange and CUDA graphs are those of the recipe for this layout
-in the project's repository at the date of the summary (`known`). Where there is none of just this layout they are
-those of the nearest, or assumed, and such a row sets nothing. Whether a step of DeepSeek-V3 had its layer of
+The rows are Megatron Bridge's performance summaries, Megatron-LM's MoE recipes and the Qwen3 page of
+Megatron-MoE-ModelZoo: dropless, experts force-balanced. Summaries give the layout; dispatcher, overlap of the exchange,
+CUDA graphs and recompute are those of the recipe for this layout in the project's repository at the date of the summary
+(`known`). Where there is none of just this layout they are those of the nearest, or assumed, and such a row sets
+nothing; nor does one whose step has what this model lacks (its `note`). Whether a step of DeepSeek-V3 had its layer of
 multi-token prediction is told by its TFLOPS over its tokens/s, a token's FLOPs. What no source says is taken alike for
-all: 32 SMs, no recompute, nine tenths of an overlapped exchange hidden. DeepEP between nodes counts as Hybrid-EP does.
+all: 32 SMs, nine tenths of an overlapped exchange hidden. Recompute of all layers or of `moe` counts; of other modules
+it is free, as everywhere. DeepEP counts as the published Hybrid-EP does, between nodes and inside one: no rate of it is
+published for H100.
 
 A configuration is measured again by every release of the software: the newest counts, the others are `older`."""
 
@@ -35,16 +38,19 @@ _DISPATCHERS = {"hybrid_ep": "published_hybrid_ep", "deepep": "published_hybrid_
 @dataclass(frozen=True)
 class Row:
     """One published step. tokens_per_s: of a GPU. kind: "fits": `efficiency` is fitted to it; "older": to newer
-    software that ran the same; "assumed": to neither, for no recipe says just how it exchanged. half: of the
-    configurations, 1 or 2, each of which predicts the other; 0 where assumed."""
+    software that ran the same; "assumed": to neither, for no recipe says just how it exchanged, or it did what the
+    model has not. recompute: none, full or Megatron's modules. half: of the configurations, 1 or 2, each of which
+    predicts the other; 0 where assumed. note: what is confirmed and what inferred, where that needs a word."""
 
     source: str
     job: Job
     tokens_per_s: float
     dispatcher: str
     graphs: str
+    recompute: str
     kind: str
     half: int = 0
+    note: str = ""
 
     def predicted(self, fitted: Compute | None = None) -> float:
         """Tokens/s of a GPU."""
@@ -63,9 +69,17 @@ class Row:
 
     @property
     def how(self) -> str:
-        """The exchange and the graphs, in words."""
-        hidden = ", overlapped" if self.job.overlap else ""
-        return f"{self.dispatcher}{hidden}{'' if self.graphs == 'none' else f', {self.graphs} CUDA graphs'}"
+        """The exchange, the graphs, and the recompute that the model counts, in words."""
+        said = [self.dispatcher]
+        said += ["overlapped"] if self.job.overlap else []
+        said += [f"{self.graphs} CUDA graphs"] if self.graphs != "none" else []
+        said += [f"{self.job.recompute} recompute"] if self.job.recompute != "none" else []
+        return ", ".join(said)
+
+    @property
+    def configuration(self) -> tuple[Job, str, str]:
+        """What a later release runs again: the model has one job for dispatchers that it cannot tell apart."""
+        return self.job, self.dispatcher, self.graphs
 
     def __str__(self) -> str:
         j = self.job
@@ -80,15 +94,15 @@ class Row:
 def rows() -> tuple[Row, ...]:
     """All, in the file's order: releases of old software first."""
     found = list(_read())
-    newest = {row.job: n for n, row in enumerate(found) if row.kind != "assumed"}
+    newest = {row.configuration: n for n, row in enumerate(found) if row.kind != "assumed"}
     alike: dict[tuple[str, bool], list[Job]] = {}  # each fitted number needs rows that show it
-    for job in newest:
+    for job in dict.fromkeys(job for job, _, _ in newest):  # no job is in both halves
         alike.setdefault((efficiency.host_word(job.cluster), job.iteration_graph), []).append(job)
     half = {job: HALVES[i % 2] for jobs in alike.values() for i, job in enumerate(jobs)}
     return tuple(
         row
         if row.kind == "assumed"
-        else replace(row, kind="fits" if newest[row.job] == n else "older", half=half[row.job])
+        else replace(row, kind="fits" if newest[row.configuration] == n else "older", half=half[row.job])
         for n, row in enumerate(found)
     )
 
@@ -105,13 +119,17 @@ def _read() -> Iterator[Row]:
             value = float(record["value"])
             if record["unit"] == "TFLOPS":
                 value *= 1e12 / job.model.train_flops_per_token(_SEQUENCE, job.mtp)
+            elif record["unit"] == "s":
+                value = int(record["global_batch"]) * _SEQUENCE / value / job.gpus
             kind = "" if record["known"] == "1" else "assumed"
-            yield Row(record["source"], job, value, record["dispatcher"], record["graphs"], kind)
+            dispatcher, graphs, again = record["dispatcher"], record["graphs"], record["recompute"]
+            yield Row(record["source"], job, value, dispatcher, graphs, again, kind, note=record["note"])
 
 
 def _job(record: dict[str, str]) -> Job:
     gpus, tensor, pipeline, size = (int(record[k]) for k in ("gpus", "tensor", "pipeline", "micro_batch"))
     batches = int(record["global_batch"]) // (gpus // (tensor * pipeline) * size)
+    again = record["recompute"].split()
     return Job(
         models.get(record["model"]),
         clusters.get(record["cluster"]),
@@ -127,6 +145,7 @@ def _job(record: dict[str, str]) -> Job:
         num_sms=_NUM_SMS,
         overlap=_OVERLAP * int(record["overlap"]),
         tensor=tensor,
+        recompute=again[0] if again in (["none"], ["full"]) else "moe" if "moe" in again else "none",
         cv_slow=CV_SLOW,
         iteration_graph=record["graphs"] == "iteration",
         mtp_layers=int(record["mtp"]),
@@ -150,17 +169,43 @@ def fit(chosen: Iterable[Row] | None = None) -> Compute:
 
 @lru_cache(maxsize=16)
 def _fit(used: tuple[Row, ...]) -> Compute:
-    most = tuple(math.log(x) for x in astuple(_MOST))
 
     @cache  # a way that turns asks again for where it was
     def loss(logs: _Numbers) -> float:
         fitted = Compute(*map(math.exp, logs))
-        errors = (math.log(row.predicted(fitted) / row.tokens_per_s) / _WIDE for row in used)
-        return sum(math.sqrt(1 + e * e) - 1 for e in errors)
+        return sum(_loss(row, fitted) for row in used)
 
-    found = [_descend(loss, tuple(math.log(x) for x in astuple(start)), most) for start in _STARTS]
+    found = [_descend(loss, _logs(astuple(start)), _logs(astuple(_MOST))) for start in _STARTS]
     best = min(found, key=loss)
     return Compute(*map(math.exp, best))
+
+
+def fit_apart(chosen: Iterable[Row], name: str) -> dict[str, Compute]:
+    """As `fit`, by precision class: bf16 has a number of its own in place of this of `Compute`, and shares the others
+    with fp8. From where `fit` ends."""
+    used = tuple(chosen)
+    common = fit(used)
+
+    def both(logs: _Numbers) -> dict[str, Compute]:
+        *shared, own = map(math.exp, logs)
+        return {"fp8": Compute(*shared), "bf16": replace(Compute(*shared), **{name: own})}
+
+    @cache
+    def loss(logs: _Numbers) -> float:
+        fitted = both(logs)
+        return sum(_loss(row, fitted[precision_class(row.job.dtype)]) for row in used)
+
+    start, most = ((*astuple(numbers), getattr(numbers, name)) for numbers in (common, _MOST))
+    return both(_descend(loss, _logs(start), _logs(most)))
+
+
+def _loss(row: Row, fitted: Compute) -> float:
+    error = math.log(row.predicted(fitted) / row.tokens_per_s) / _WIDE
+    return math.sqrt(1 + error * error) - 1
+
+
+def _logs(numbers: Iterable[float]) -> _Numbers:
+    return tuple(map(math.log, numbers))
 
 
 def of_half(half: int) -> Compute:
@@ -196,8 +241,8 @@ def _descend(loss: Callable[[_Numbers], float], at: _Numbers, most: _Numbers) ->
 
 def nearest(job: Job) -> Row:
     """The published row that a prediction is best compared with: the same GPU first, or else one of its architecture,
-    then model, precision, size; of equally near ones the newest."""
-    return min(reversed(rows()), key=lambda row: distance(row, job))
+    then model, precision, size; of equally near ones the newest whose conditions are known."""
+    return min(reversed(rows()), key=lambda row: (*distance(row, job), row.kind == "assumed", row.job != job))
 
 
 def distance(row: Row, job: Job) -> tuple[int, bool, bool, float]:
@@ -210,6 +255,22 @@ def distance(row: Row, job: Job) -> tuple[int, bool, bool, float]:
         precision_class(row.job.dtype) != precision_class(job.dtype),
         abs(math.log(row.job.gpus / job.gpus)) + abs(math.log(row.job.ep / job.ep)),
     )
+
+
+def launches_shown(job: Job) -> tuple[Row, float] | None:
+    """The nearest row of the job's model, GPU and precision whose layers' launches are in its step, conditions known,
+    and the launches of a layer with which the model gives its rate, microseconds: 0 where it is too slow without any.
+    None where no row is such."""
+    alike = [row for row in reversed(rows()) if distance(row, job)[:3] == (0, False, False)]
+    alike = [row for row in alike if row.kind != "assumed" and not row.job.iteration_graph]
+    if not alike:
+        return None
+    row = min(alike, key=lambda row: distance(row, job))
+    host = row.job.host
+    fitted = efficiency.layer_us_beside(host)
+    without = 1 / row.predicted(efficiency.with_layer_us(host, 0.0))
+    us = fitted * (1 / row.tokens_per_s - without) / (1 / row.predicted() - without)  # a step's time is linear in them
+    return row, max(0.0, us)
 
 
 def fastest(job: Job) -> Row | None:
@@ -232,7 +293,8 @@ def said_of(job: Job) -> str:
 
 def _with_residual(row: Row) -> str:
     fitted = " (the model is fitted to this configuration)"
-    notes = {"fits": fitted, "older": fitted, "assumed": " (how it exchanged is assumed)"}
+    assumed = row.note.partition(";")[0] or "how it exchanged is assumed"
+    notes = {"fits": fitted, "older": fitted, "assumed": f" ({assumed})"}
     return (
         f"{row}, {row.how}: {row.tokens_per_s:,.0f} tokens/s a GPU; this model says {row.predicted():,.0f} of it, "
         f"{percent(row.residual)}{notes[row.kind]}"
