@@ -80,9 +80,11 @@ def test_a_larger_micro_batch_that_more_recompute_makes_room_for_is_said():
     (said,) = [line for line in describe(run).splitlines() if line.startswith("launches of layers are")]
     words, seconds = re.fullmatch(r".*step: (.*) fits and is predicted to take ([\d.]+) s", said).groups()
     made = run.derive(**parse_changes([w for w in shlex.split(words) if w != "--set"]))
-    assert made.recompute == "full" and memory.check_fits(made)
+    assert job_of(made).recompute in ("moe", "full") and memory.check_fits(made)
+    with pytest.raises(ValueError, match="GB"):  # what the run recomputes makes no room for it
+        memory.check_fits(run.derive(micro_batch_size=made.micro_batch_size))
     assert step_time.step(job_of(made)).seconds == pytest.approx(float(seconds), abs=0.006)
-    assert float(seconds) < 0.95 * step_time.step(job_of(run)).seconds
+    assert float(seconds) < 0.97 * step_time.step(job_of(run)).seconds
 
 
 def test_a_micro_batch_divides_the_batch():
