@@ -132,7 +132,8 @@ def _fullest(load: np.ndarray, phy2log: np.ndarray, num_ranks: int) -> Fraction:
     """The fullest rank of one layer, exactly: load [E] of doubles, each split evenly."""
     ranks = phy2log.reshape(num_ranks, -1)
     count = np.bincount(phy2log, minlength=len(load))
-    double = (load / np.maximum(count, 1))[ranks].sum(axis=1)
+    with np.errstate(over="ignore"):  # ranks whose sum is no double are all looked at
+        double = (load / np.maximum(count, 1))[ranks].sum(axis=1)
     close = ranks[double >= double.max() * (1 - 1e-9)]
     alike = {tuple(sorted((float(load[e]), int(count[e])) for e in mine)) for mine in close}  # few, in flat loads
     return max(sum((Fraction(w) / c * n for (w, c), n in Counter(mine).items()), Fraction()) for mine in alike)
@@ -257,6 +258,25 @@ def _in_force(current: Any, num_layers: int, num_slots: int, num_experts: int) -
     return inputs.integers("current", current, (num_layers, num_slots), 0, num_experts - 1, remedy, np.int32)
 
 
+def _pays(
+    load: np.ndarray,
+    before: np.ndarray,
+    placed: np.ndarray,
+    num_ranks: int,
+    moved: np.ndarray,
+    move_cost: float,
+    horizon: int,
+) -> np.ndarray:
+    """bool [L]: what the fullest rank saves over the horizon is more than what the changed slots cost."""
+    # In a unit of each layer's own, for the sum of large loads is no double; a power of two, which rounds nothing.
+    exponent = np.frexp(load.max(axis=1))[1]
+    unit = np.ldexp(load, -exponent[:, None])
+    gain = rank_loads(unit, before, num_ranks).max(axis=1) - rank_loads(unit, placed, num_ranks).max(axis=1)
+    with np.errstate(over="ignore"):  # a cost that is no double beside tiny loads is more than any gain
+        cost = np.maximum(moved, 1) * np.ldexp(move_cost, -exponent)
+    return np.asarray(gain * horizon > cost)
+
+
 def _planned(
     load: Any,
     num_slots: int,
@@ -299,8 +319,7 @@ def _planned(
     )
     moved = (placed != before).sum(axis=1)
     if horizon > 0:
-        gain = rank_loads(array, before, num_ranks).max(axis=1) - rank_loads(array, placed, num_ranks).max(axis=1)
-        unchanged = (moved > 0) & (gain * horizon <= moved * move_cost)
+        unchanged = (moved > 0) & ~_pays(array, before, placed, num_ranks, moved, move_cost, horizon)
         placed[unchanged] = before[unchanged]
         moved[unchanged] = 0
     return PlacementPlan(

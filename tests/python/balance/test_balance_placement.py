@@ -316,6 +316,44 @@ def test_hysteresis_weighs_gain_against_transfers():
     assert (p.phy2log[p.kept] == first.phy2log[p.kept]).all() and (p.moved[p.kept] == 0).all()
 
 
+@settings(max_examples=40)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 50),
+    st.sampled_from([0.0, 0.002, 0.02, 0.2]),
+    st.sampled_from([5e-324 * 2**20, 1e-300, 1e-30, 1.0, 3e30, 2.0**1000, 1.7e308]),
+)
+def test_hysteresis_in_any_unit(seed, horizon, price, unit):
+    """What is kept is the same, also where a rank's load is no double; nothing is warned of."""
+    rng = np.random.default_rng(seed)
+    share, later = rng.lognormal(0, 1, (2, 4, 32))
+    share, later = share / share.max(), later / later.max()
+    first = balance.plan_placement(share, 40, 8).phy2log
+    tokens = balance.plan_placement(later, 40, 8, current=first, horizon=horizon, move_cost=price)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = balance.plan_placement(later * unit, 40, 8, current=first, horizon=horizon, move_cost=price * unit)
+        dear = balance.plan_placement(later * unit, 40, 8, current=first, horizon=horizon, move_cost=1.7e308)
+    gain = np.subtract(
+        *(
+            balance.PlacementPlan(p, later, 8, tokens.moved, tokens.kept, tokens.fresh).tokens_of_ranks().max(axis=1)
+            for p in (first, balance.plan_placement(later, 40, 8, current=first).phy2log)
+        )
+    )
+    moved = balance.plan_placement(later, 40, 8, current=first).moved
+    clear = np.abs(gain * horizon - moved * price) > 1e-4  # of the largest load: what is left of bits near 5e-324
+    assert (plan.kept == tokens.kept)[clear].all()
+    assert dear.kept[moved > 0].all() or unit > 1e300
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e308])
+def test_equal_loads_of_any_size_are_compared_without_a_warning(unit):
+    weight = torch.full((1, 32), unit, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        balance.rebalance_experts(weight, 40, 1, 1, 8)
+
+
 def test_current_that_fits_is_left_alone():
     load = np.ones((2, 16), np.int64)
     first = balance.plan_placement(load, 24, 4)
