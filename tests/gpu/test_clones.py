@@ -11,6 +11,8 @@ from test_clone_planning import L, as_map, options_of, routings, shuffled, wante
 
 from hybrid_ep.balance.owners import Owners
 
+pytestmark = pytest.mark.balance
+
 SHAPES = [(1, 1), (1, 2), (2, 2)]
 
 

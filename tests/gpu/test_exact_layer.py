@@ -21,6 +21,8 @@ from hybrid_ep.moe import activations, backends, padding, probing
 from hybrid_ep.testing import VirtualWorld
 from megatron_patches import balance, buffers, settings
 
+pytestmark = pytest.mark.balance
+
 NUM_LAYERS = 2
 SEEDS = range(4)
 

@@ -21,6 +21,8 @@ import test_exact_layer
 from hybrid_ep.testing import VirtualWorld
 from megatron_patches import settings
 
+pytestmark = pytest.mark.balance
+
 schedule = pytest.importorskip(
     "megatron.core.models.common.model_chunk_schedule_plan", reason="a release whose schedule lies elsewhere"
 )

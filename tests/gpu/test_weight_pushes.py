@@ -16,6 +16,8 @@ from hybrid_ep.balance import MicrobatchOptions
 from hybrid_ep.errors import DeadlineError
 from hybrid_ep.testing import VirtualWorld
 
+pytestmark = pytest.mark.balance
+
 MATRICES = range(len(SHAPES))
 
 

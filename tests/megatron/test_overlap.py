@@ -5,6 +5,8 @@ import parity_world
 import pytest
 from test_dispatcher import Program
 
+pytestmark = pytest.mark.balance
+
 GROUPED = {"grouped_gemm": True}
 EXACT = {"balance": "exact", "balance_epsilon": 0.0}
 TORCH = {**EXACT, "balance_push": "torch"}

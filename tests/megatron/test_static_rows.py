@@ -12,6 +12,8 @@ from hybrid_ep.balance import plan_microbatch
 from megatron_patches import settings
 from megatron_patches.static_rows import ROUNDING, StaticRows, filled
 
+pytestmark = pytest.mark.balance
+
 
 def run(name, num_ranks, *arguments):
     return parity_world.run_world(Program(name, "static_programs"), num_ranks, arguments, timeout_s=150)

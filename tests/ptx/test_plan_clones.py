@@ -9,6 +9,8 @@ import subprocess
 import planner_counts  # which finds build_cuda
 import pytest
 
+pytestmark = pytest.mark.balance
+
 # A fifth above what they were when set: a layer's warp instructions of PTX, of all warps together. Two constructions
 # are made side by side, so that the longest warp has half of what planning takes.
 MOST = {

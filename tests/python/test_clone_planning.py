@@ -13,6 +13,8 @@ from hybrid_ep.balance.owners import Owners
 from hybrid_ep.errors import DeadlineError
 from hybrid_ep.testing import VirtualWorld
 
+pytestmark = pytest.mark.balance
+
 H, L = 16, 3  # elements of a row, experts that a rank owns
 
 

@@ -22,6 +22,8 @@ from hybrid_ep.errors import BootstrapError, BufferFailedError, DeadlineError
 from hybrid_ep.spares import SpareSlots
 from hybrid_ep.testing import VirtualWorld
 
+pytestmark = pytest.mark.balance
+
 SHAPES = [(3, 8), (16,), (4, 40)]
 
 
