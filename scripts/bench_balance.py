@@ -30,6 +30,16 @@ from hybrid_ep.balance import bounds, loads
 from hybrid_ep.balance.owners import Owners
 from hybrid_ep.balance.placement import rank_loads
 
+CONDITIONS = {
+    "scale": lambda rng, args: ("Scale of the loads", conditions.scale_rows(rng)),
+    "fresh": lambda rng, args: ("Fresh placements", conditions.fresh_rows(rng, args.layers)),
+    "incremental": lambda rng, args: ("Placements that change", conditions.incremental_rows(rng, args.layers)),
+    "together": lambda rng, args: (
+        "Experts hot together",
+        conditions.together_rows(rng, 10 * args.layers, args.tokens),
+    ),
+    "times": lambda rng, args: ("Their plans' time", conditions.time_rows(rng, 10 * args.layers, args.tokens)),
+}
 # ranks, experts, spare slots
 EXACT_CASES = [(32, 256, 1), (64, 256, 1), (64, 256, 2), (16, 256, 2), (8, 256, 4)]
 # log-popularity sigma, drift from batch to batch
@@ -250,8 +260,9 @@ def main(argv=None):
     parser.add_argument("--published", type=Path, help="DeepSeek's eplb.py, to be timed beside ours")
     parser.add_argument(
         "--conditions",
-        action="store_true",
-        help="only the tables of other conditions: scale of "
+        nargs="*",
+        choices=CONDITIONS,
+        help="only the tables of other conditions, or these of them: scale of "
         "loads, steep loads, placements that change, experts hot together, their plans' time",
     )
     parser.add_argument(
@@ -275,17 +286,9 @@ def main(argv=None):
     if args.apart:
         rows = show("Experts hot together, kept apart", conditions.apart_rows(rng, 3 * args.layers, args.tokens))
         return write(args.json, {"apart": rows})
-    if args.conditions:
-        return write(
-            args.json,
-            {
-                "scale": show("Scale of the loads", conditions.scale_rows(rng)),
-                "fresh": show("Fresh placements", conditions.fresh_rows(rng, args.layers)),
-                "incremental": show("Placements that change", conditions.incremental_rows(rng, args.layers)),
-                "together": show("Experts hot together", conditions.together_rows(rng, 10 * args.layers, args.tokens)),
-                "times": show("Their plans' time", conditions.time_rows(rng, 10 * args.layers, args.tokens)),
-            },
-        )
+    if args.conditions is not None:
+        chosen = args.conditions or CONDITIONS
+        return write(args.json, {name: show(*table(rng, args)) for name, table in CONDITIONS.items() if name in chosen})
     title = "Exact, one micro-batch: (max - mean) / mean over ranks"
     if args.exact:
         return write(args.json, {"exact": show(title, exact_rows(rng, args.layers, args.tokens))})

@@ -20,7 +20,10 @@ SHAPES = [
     ("global 64", 320, 1, 1, 64),
     ("hierarchical 32/4", 288, 8, 4, 32),
 ]
-KINDS = [("zipf", 0.8), ("zipf", 1.2), ("zipf", 2.0), ("zipf", 3.0), ("lognormal", 1.0), ("lognormal", 2.0)]
+LARGE = ("512 experts, global 64", 576, 1, 1, 64)
+KINDS = [("zipf", value) for value in (0.8, 1.2, 1.4, 2.0, 2.5, 3.0)] + [
+    ("lognormal", value) for value in (1.0, 2.0, 3.0)
+]
 # name, ranks, blocks: as many as ranks, or groups
 BLOCKS = [
     ("rank's experts, EP16", 16, 16),
@@ -64,9 +67,10 @@ def scale_rows(rng):
 
 def fresh_rows(rng, num_layers):
     """Fresh plans of float loads against EPLB in its float32, and the time of both calls."""
-    for name, slots, groups, nodes, ranks in SHAPES:
+    for name, slots, groups, nodes, ranks in [*SHAPES, LARGE]:
+        experts = 512 if name == LARGE[0] else 256
         for kind, value in KINDS:
-            load = loads.popularity(rng, num_layers, 256, kind, value)
+            load = loads.popularity(rng, num_layers, experts, kind, value)
             weight, shape = torch.from_numpy(load), (slots, groups, nodes, ranks)
             theirs = rank_loads(load, eplb.place(weight, *shape).numpy(), ranks).max(axis=1)
             ours = rank_loads(load, balance.rebalance_experts(weight, *shape)[0].numpy(), ranks).max(axis=1)
