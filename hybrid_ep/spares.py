@@ -239,7 +239,7 @@ class SpareSlots:
     def _plan(self, session: Session, plan: Any, owners: ExpertOwners | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As the engine takes it: slots' experts, and the columns of experts' owners."""
         slots = self._layout
-        slot_expert = spares.slot_expert(plan, slots, session.topology.num_ranks, session.options.device)
+        slot_expert = spares.slot_expert(plan, slots, session.topology.num_ranks, not session.runs_beside)
         columns = clones.columns(session, owners, slots.num_owners, slots.spare_slots)
         if slots.within_node:
             spares.require_within(slot_expert, columns.on_device, slots, session.topology.num_local_ranks)

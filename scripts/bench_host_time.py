@@ -31,10 +31,12 @@ from hybrid_ep.balance import MicrobatchOptions  # noqa: E402
 from hybrid_ep.buffer import HybridEPBuffer  # noqa: E402
 from hybrid_ep.clones import ClonedRouting  # noqa: E402
 from hybrid_ep.runtime.bootstrap import Rendezvous  # noqa: E402
+from hybrid_ep.spares import SpareSlots  # noqa: E402
 from hybrid_ep.testing import VirtualGroup  # noqa: E402
 
 HIDDEN, TOKENS, TOPK, EXPERTS_PER_RANK = 64, 4, 4, 4  # the host's work does not depend on them
 BUDGET = 128  # permuted rows of a call that does not wait
+MATRICES = [(16, 16), (16, 8)]  # of an expert, in which clones travel
 WARM_UP, SAMPLE = 50, 50  # calls before the first sample, and in each
 
 
@@ -81,6 +83,40 @@ def lone_buffer(rank: int, num_ranks: int, num_local_ranks: int, *sizes: int, **
         return buffer
 
 
+class Unpushed:
+    """An engine without launches of spare slots, which the one that launches nothing does not have. The bindings' and
+    the core's part of these is not counted."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def push_weights(self, *_: Any) -> None:
+        pass
+
+    await_weights = collect_gradients = push_weights
+
+
+def lone_slots(rank: int, num_ranks: int) -> SpareSlots:
+    """Spare slots of such a rank, one of each."""
+    group = VirtualGroup(rank, num_ranks, "host_time_slots", dist.HashStore(), Memories())
+    with mock.patch.object(Rendezvous, "exchange", alike), mock.patch.object(_core, "Engine", unlaunched):
+        slots = SpareSlots(
+            group,
+            spare_slots=1,
+            num_owners=EXPERTS_PER_RANK,
+            shapes=MATRICES,
+            dtype=torch.bfloat16,
+            num_of_hybrid_ep_ranks_per_nvlink_domain=num_ranks,
+            executor="host",
+        )
+    session = slots._session
+    session.engine, session.runs_beside = Unpushed(session.engine), True
+    return slots
+
+
 class Group:
     """A buffer of rank 0 for calls of one kind, which the others make too."""
 
@@ -88,7 +124,7 @@ class Group:
     handle: tuple | None = None
 
     def __init__(self, num_ranks: int, kind: str) -> None:
-        clones = {"clones": MicrobatchOptions(spare_slots=1)} if kind == "plan" else {}
+        clones = {"clones": MicrobatchOptions(spare_slots=1)} if kind in ("plan", "clones") else {}
         slots = EXPERTS_PER_RANK + bool(clones)
         self.buffer = lone_buffer(0, num_ranks, num_ranks, HIDDEN, TOKENS, slots, arena_mib=1, **clones)
         self.session = self.buffer._session
@@ -99,6 +135,10 @@ class Group:
         self.idx = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) * EXPERTS_PER_RANK % num_experts
         self.weights = torch.ones(TOKENS, TOPK)
         self.common = dict(hidden=self.x, topk_idx=self.idx, topk_weights=self.weights, num_of_experts=num_experts)
+        if kind == "clones":
+            self.slots = lone_slots(0, num_ranks)
+            self.experts = [[torch.zeros(m, dtype=torch.bfloat16) for m in MATRICES] for _ in range(EXPERTS_PER_RANK)]
+            self.sums = [[torch.zeros(m, dtype=torch.float32) for m in MATRICES] for _ in range(EXPERTS_PER_RANK)]
         if kind in ("cached", "combine"):
             self.rows, *_, self.handle = self.blocking()
 
@@ -117,6 +157,15 @@ class Group:
     def plan(self) -> ClonedRouting:
         return self.buffer.plan_clones(topk_idx=self.idx)
 
+    def clones(self) -> None:
+        """What exact balancing asks of the library for a layer, forward and backward, beside dispatch and combine."""
+        plan = self.plan().plan
+        for _ in range(2):  # the backward sends for the weights again, unless the slots hold them still
+            self.slots.push(plan, self.experts)
+            self.slots.wait()
+        self.slots.start_collect(plan, self.sums)
+        self.slots.wait_collect()
+
 
 CALLS = {
     "blocking": Group.blocking,
@@ -124,6 +173,7 @@ CALLS = {
     "cached": Group.cached,
     "combine": Group.combine,
     "plan": Group.plan,
+    "clones": Group.clones,
 }
 
 

@@ -127,8 +127,8 @@ def stacks(engine: Any, slots: SpareLayout, device: torch.device) -> tuple[list[
     return found[0], found[1] if slots.gradients else []
 
 
-def slot_expert(plan: Any, slots: SpareLayout, num_ranks: int, device: torch.device) -> torch.Tensor:
-    """int32 [R, S] of a plan or of the tensor itself. ValueError, with the values looked at only where the host may."""
+def slot_expert(plan: Any, slots: SpareLayout, num_ranks: int, look: bool) -> torch.Tensor:
+    """int32 [R, S] of a plan or of the tensor itself. ValueError, with the values looked at where the host may (look)."""
     given = plan.slot_expert if isinstance(plan, clones.ClonePlan) else plan
     x = validation.tensor(
         "plan", given, 2, "the ClonePlan of plan_clones, or its slot_expert int32 [ranks, spare slots]"
@@ -140,7 +140,7 @@ def slot_expert(plan: Any, slots: SpareLayout, num_ranks: int, device: torch.dev
         )
     x = x.resolve_neg()  # kernels read what lies in memory
     experts = num_ranks * slots.num_owners
-    if device.type == "cpu" and (int(x.min()) < -1 or int(x.max()) >= experts):
+    if look and (int(x.min()) < -1 or int(x.max()) >= experts):
         raise ValueError(f"plan names experts {int(x.min())} to {int(x.max())}; give -1 to {experts - 1}")
     return x
 

@@ -24,6 +24,7 @@ CEILINGS = {
     "cached": (0, 108, 94),
     "combine": (1, 81, 73),
     "plan": (6, 62, 0),
+    "clones": (6, 402, 0),
 }
 # With a torch that has no table of C functions for the exchange of tensors.
 OLDER_TORCH = {
@@ -32,6 +33,7 @@ OLDER_TORCH = {
     "cached": (3, 110, 96),
     "combine": (1, 81, 73),
     "plan": (6, 62, 0),
+    "clones": (6, 402, 0),
 }
 
 
