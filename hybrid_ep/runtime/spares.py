@@ -128,7 +128,7 @@ def stacks(engine: Any, slots: SpareLayout, device: torch.device) -> tuple[list[
 
 
 def slot_expert(plan: Any, slots: SpareLayout, num_ranks: int, look: bool) -> torch.Tensor:
-    """int32 [R, S] of a plan or of the tensor itself. ValueError, with the values looked at where the host may (look)."""
+    """int32 [R, S] of a plan or of the tensor itself. ValueError. look: at the values, where the host may."""
     given = plan.slot_expert if isinstance(plan, clones.ClonePlan) else plan
     x = validation.tensor(
         "plan", given, 2, "the ClonePlan of plan_clones, or its slot_expert int32 [ranks, spare slots]"
