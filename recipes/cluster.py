@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import shlex
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid_ep.cli import names
 from hybrid_ep.hardware.clusters import with_article
-from hybrid_ep.perf import remedies
+from hybrid_ep.perf import job_fields, memory, remedies, stages
+from hybrid_ep.perf.architecture import Architecture
 from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES, DISPATCH_DTYPES, OVERFLOWS, Balance
 
 from . import safe_yaml
-from .architecture import Architecture
 from .hardware import Hardware
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
-MOMENTS = ("fp32", "bf16")
 SHARDING = ("distributed_optimizer", "megatron_fsdp")
 DISPATCHERS = ("hybrid_ep", "alltoall")
 BALANCE = ("off", "exact", "slow", "both")
 AUTO = ("auto", "yes", "no")
-# Megatron's pipeline letters: embedding, transformer layer, multi-token prediction, loss.
-_STAGE = re.compile(r"E?t*m?L?")
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class ClusterRun:
     """Steps from one placement to the next, of slow and both."""
     apex: str = "auto"
     """Fused kernels of apex: yes, no, or auto: when importable where the arguments are made."""
-    memory_reserve: float = 0.10
+    memory_reserve: float = memory.RESERVE
     """Share of the GPU left to CUDA, NCCL and fragmentation."""
     megatron_path: str = "Megatron-LM"
     data_path: str = ""
@@ -131,7 +127,7 @@ class ClusterRun:
         _require(self.dispatcher in DISPATCHERS, "dispatcher", self.dispatcher, remedy)
         for name, known in (
             ("precision", PRECISIONS),
-            ("moments", MOMENTS),
+            ("moments", job_fields.MOMENTS),
             ("sharding", SHARDING),
             ("balancer", ("aux_loss", "force")),
             ("apex", AUTO),
@@ -229,6 +225,19 @@ class ClusterRun:
             self.global_batch_size,
             f"gives {self.num_microbatches} micro-batches; {self.pipeline} stages need at least as many",
         )
+        _require(
+            self.virtual_pipeline == 1 or self.num_microbatches % self.pipeline == 0,
+            "global_batch_size",
+            self.global_batch_size,
+            f"gives {self.num_microbatches} micro-batches; with virtual stages they must be a multiple of "
+            f"pipeline={self.pipeline}",
+        )
+        _require(
+            self.virtual_pipeline == 1 or self.pipeline > 1,
+            "virtual_pipeline",
+            self.virtual_pipeline,
+            "one pipeline stage has no virtual ones; use 1",
+        )
 
     def _check_dispatch(self) -> None:
         _require(
@@ -278,24 +287,19 @@ class ClusterRun:
             "moe": self.overlap and "it cannot be combined with overlap",
         }
         for name in self.recompute_modules:
-            _require(name in names.RECOMPUTE_MODULES, "recompute", self.recompute, names.RECOMPUTE_REMEDY)
+            _require(name in job_fields.RECOMPUTE_MODULES, "recompute", self.recompute, job_fields.RECOMPUTE_REMEDY)
             _require(not lacking.get(name), "recompute", self.recompute, f"leave {name} out: {lacking.get(name)}")
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:
         """Names for --recompute-modules; none where nothing or everything is recomputed."""
-        if self.recompute in ("none", "full"):
-            return ()
-        if self.recompute != "selective":
-            return tuple(name.strip() for name in self.recompute.split(","))
-        return ("layernorm", "moe_act", *(("mla_up_proj",) if self.architecture.mla else ()))
+        return job_fields.recompute_modules(self.recompute, self.architecture.mla)
 
     @property
     def keeps_fp8_params(self) -> bool:
-        """Whether weights are kept in 8 bits alone. NVIDIA's mixed-precision recipes do so with mxfp8 and not with
-        blocks of 128."""
-        auto = self.precision == "mxfp8" and self.sharding == "distributed_optimizer"
-        return self.fp8_params == "yes" or (self.fp8_params == "auto" and auto)
+        """Whether weights are kept in 8 bits alone; auto: not under Megatron-FSDP."""
+        auto = self.fp8_params if self.sharding == "distributed_optimizer" else "no"
+        return job_fields.keeps_fp8_params(self.precision, auto if self.fp8_params == "auto" else self.fp8_params)
 
     @property
     def fused(self) -> bool:
@@ -381,37 +385,20 @@ class ClusterRun:
 
     def stages(self) -> list[list[str]]:
         """For every pipeline rank its model chunks, each as letters E (embedding), t (layer), m (MTP), L (loss)."""
-        chunks = self.pipeline * self.virtual_pipeline
         model = self.architecture
-        if self.pipeline_layout:
-            text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda m: m[1] * int(m[2]), self.pipeline_layout)
-            parts = re.sub(r"([tm])\*(\d+)", lambda m: m[1] * int(m[2]), text).split("|")
-        else:
-            padded = self.counts_ends_as_layers
-            letters = ("E" if padded else "") + "t" * model.num_layers + ("L" if padded else "")
-            _require(
-                len(letters) % chunks == 0,
-                "pipeline",
-                self.pipeline,
-                f"x virtual_pipeline={self.virtual_pipeline} must divide {model.num_layers} layers "
-                f"(or {model.num_layers + 2} with both ends); else give pipeline_layout",
-            )
-            size = len(letters) // chunks
-            parts = [letters[i * size : (i + 1) * size] for i in range(chunks)]
-            if not padded:
-                parts[0] = "E" + parts[0]
-            end = "m" * model.num_mtp_layers + "L"
-            parts[-1] = parts[-1].rstrip("L") + end
-        whole = "".join(parts)
-        wanted = "E" + "t" * model.num_layers + "m" * model.num_mtp_layers + "L"
         _require(
-            len(parts) == chunks and all(map(_STAGE.fullmatch, parts)) and whole == wanted,
-            "pipeline_layout",
-            self.pipeline_layout,
-            f"must hold {chunks} stages and {model.num_layers} layers t, from E to L; it "
-            f"holds {len(parts)} and {whole.count('t')}",
+            bool(self.pipeline_layout) or stages.splits(model.num_layers, self.pipeline * self.virtual_pipeline),
+            "pipeline",
+            self.pipeline,
+            f"x virtual_pipeline={self.virtual_pipeline} must divide {model.num_layers} layers "
+            f"(or {model.num_layers + 2} with both ends); else give pipeline_layout",
         )
-        return [parts[rank :: self.pipeline] for rank in range(self.pipeline)]
+        layers = model.num_layers, model.num_layers - model.num_dense_layers, model.num_mtp_layers
+        try:
+            ranks = stages.chunks(*layers, self.pipeline, self.virtual_pipeline, self.pipeline_layout)
+        except ValueError as error:
+            raise ValueError(f"pipeline_{error}") from None
+        return [[chunk.replace("d", "t") for chunk in chunks] for chunks in ranks]
 
     @property
     def counts_ends_as_layers(self) -> bool:

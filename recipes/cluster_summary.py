@@ -63,12 +63,12 @@ def as_json(run: ClusterRun) -> dict[str, Any]:
             "data": run.data,
             "micro_batches": run.num_microbatches,
         },
-        "memory_bytes": {**asdict(need), "total": need.total, "budget": memory.budget_bytes(run)},
+        "memory_bytes": {**asdict(need), "state": need.state, "total": need.total, "budget": memory.budget_bytes(run)},
         "step": step and asdict(step),
         "why_not": why_not,
         "assumes": _assumed(run, job) if job else [],
         "candidates": [asdict(c) for c in candidates(run, job)] if job else [],
-        "same_by_another_verb": job and command_of(job, recompute=run.recompute),
+        "same_by_another_verb": job and command_of(job),
     }
 
 
@@ -89,9 +89,9 @@ def predict(run: ClusterRun) -> str:
             *_of_launches(run, job, step),
             *_of_precision(run),
             *_side_by_side(run, job),
-            f"the same by another verb: {command_of(job, recompute=run.recompute)}",
-            f"among other layouts: {command_of(job, 'simulate --recommend', run.recompute)}",
-            f"memory there: {recommend.STATE_HOLDS}, of an average pipeline stage",
+            f"the same by another verb: {command_of(job)}",
+            f"among other layouts: {command_of(job, 'simulate --recommend')}",
+            *_of_memory(run),
             f"those of them that fit: hybrid-ep launch {run.recipe} --cluster {run.hardware.name}{_nodes(run)} "
             "--layouts, with the same --set",
         ]
@@ -129,6 +129,16 @@ def _of_precision(run: ClusterRun) -> list[str]:
         "experts in fp8 are the balancer's grouped GEMMs, taken for Transformer Engine's here: quantising rows and "
         "weights for every product is not counted"
     ]
+
+
+def _of_memory(run: ClusterRun) -> list[str]:
+    """What of the run's memory the other verbs know nothing of."""
+    unknown = [
+        *(["clones of the balancer"] if run.clones else []),
+        *(["Megatron-FSDP's shards"] if run.sharding == "megatron_fsdp" else []),
+        *([f"domains of {run.ranks_per_node} ranks"] if run.ranks_per_node else []),
+    ]
+    return [f"memory there: as above, but without {' and '.join(unknown)}"] if unknown else []
 
 
 def _of_launches(run: ClusterRun, job: step_time.Job, step: step_time.Step) -> list[str]:

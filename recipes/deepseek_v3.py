@@ -4,44 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .architecture import Architecture
+from hybrid_ep.perf import architecture
+
 from .cluster import ClusterRun
 from .config import RunConfig
 from .hardware import get_hardware, layout
 from .tiny_cpu import tiny_cpu_smoke
 
-ARCHITECTURE = Architecture(
-    name="deepseek_v3",
-    source="huggingface.co/deepseek-ai/DeepSeek-V3 config.json; bias, loss, initialisation, moments: "
-    "arXiv 2412.19437, sections 3.3 and 4.2",
-    num_layers=61,
-    num_dense_layers=3,
-    hidden_size=7168,
-    ffn_hidden_size=18432,
-    moe_ffn_hidden_size=2048,
-    num_experts=256,
-    topk=8,
-    vocab_size=129280,
-    num_attention_heads=128,
-    head_dim=128,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    rope_head_dim=64,
-    shared_ffn_hidden_size=2048,
-    num_mtp_layers=1,
-    score_function="sigmoid",
-    router_num_groups=8,
-    router_group_topk=4,
-    topk_scaling_factor=2.5,
-    expert_bias=True,
-    aux_loss="seq_aux_loss",
-    aux_loss_coeff=1e-4,
-    qk_layernorm=True,
-    init_method_std=0.006,
-    rope_factor=40.0,
-    rope_mscale=1.0,
-    rope_mscale_all_dim=1.0,
-)
+ARCHITECTURE = architecture.get("deepseek_v3")
 # Megatron Bridge's: the last chunk has one layer beside MTP and the two passes of the output layer, which take as long
 # as three or four, and the embedding takes none.
 _CHUNKS_16 = "Et*4|(tttt|)*14tmL"

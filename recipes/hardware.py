@@ -7,16 +7,16 @@ from typing import Any
 
 from hybrid_ep.cli import names
 from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import memory
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """memory_bytes: of one GPU's HBM as its data sheet counts, GB = 1e9. gpus_per_host: processes of a Slurm node.
+    """gpus_per_host: processes of a Slurm node.
     ranks_per_nvlink_domain: GPUs that reach one another without a NIC."""
 
     name: str
     gpu: str
-    memory_bytes: int
     gpus_per_host: int
     ranks_per_nvlink_domain: int
     source: str
@@ -26,6 +26,11 @@ class Hardware:
     @property
     def layouts(self) -> str:
         return self.variant or self.name
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one GPU's HBM as its data sheet counts, GB = 1e9."""
+        return memory.hbm_bytes(clusters.get(self.name))
 
     @property
     def num_sms(self) -> int:
@@ -40,23 +45,14 @@ class Hardware:
 HARDWARE = {
     h.name: h
     for h in (
-        Hardware("h100_8x400g", "H100 SXM 80 GB", 80 * 10**9, 8, 8, "NVIDIA H100 and DGX H100 data sheets"),
-        Hardware("h200_8x400g", "H200 SXM 141 GB", 141 * 10**9, 8, 8, "NVIDIA H200 data sheet", "h100_8x400g"),
-        Hardware("h800_8x400g", "H800 SXM 80 GB", 80 * 10**9, 8, 8, "as H100, with slower NVLink", "h100_8x400g"),
-        Hardware("b200_8x400g", "B200 180 GB", 180 * 10**9, 8, 8, "NVIDIA DGX B200 data sheet: 1,440 GB in 8 GPUs"),
-        Hardware(
-            "b300_8x800g",
-            "B300 288 GB",
-            287 * 10**9,
-            8,
-            8,
-            "NVIDIA DGX B300 data sheet: 2.3 TB in 8 GPUs",
-            "b200_8x400g",
-        ),
+        Hardware("h100_8x400g", "H100 SXM 80 GB", 8, 8, "NVIDIA H100 and DGX H100 data sheets"),
+        Hardware("h200_8x400g", "H200 SXM 141 GB", 8, 8, "NVIDIA H200 data sheet", "h100_8x400g"),
+        Hardware("h800_8x400g", "H800 SXM 80 GB", 8, 8, "as H100, with slower NVLink", "h100_8x400g"),
+        Hardware("b200_8x400g", "B200 180 GB", 8, 8, "NVIDIA DGX B200 data sheet: 1,440 GB in 8 GPUs"),
+        Hardware("b300_8x800g", "B300 288 GB", 8, 8, "NVIDIA DGX B300 data sheet: 2.3 TB in 8 GPUs", "b200_8x400g"),
         Hardware(
             "gb200_nvl72",
             "GB200 186 GB",
-            186 * 10**9,
             4,
             72,
             "NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs, 4 GPUs a compute tray",
@@ -64,7 +60,6 @@ HARDWARE = {
         Hardware(
             "gb300_nvl72",
             "GB300 278 GB",
-            277 * 10**9,
             4,
             72,
             "NVIDIA GB300 NVL72 data sheet: 20 TB in 72 GPUs, 4 GPUs a compute tray",

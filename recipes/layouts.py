@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybrid_ep.cli import names
-from hybrid_ep.perf import model, peers, recommend, step_time
+from hybrid_ep.perf import job_fields, model, peers, recommend, stages, step_time
 
 from . import memory
 from .cluster import ClusterRun
@@ -152,8 +151,8 @@ def with_larger_micro_batches(run: ClusterRun) -> list[Layout]:
 
 def _more_recomputes(run: ClusterRun) -> list[str]:
     """Those of `_recomputes` that make more again than the run does."""
-    order = [*map(names.modelled_recompute, _recomputes(run))]
-    own = names.modelled_recompute(run.recompute)
+    order = [*map(job_fields.modelled_recompute, _recomputes(run))]
+    own = job_fields.modelled_recompute(run.recompute)
     return _recomputes(run)[order.index(own) + 1 :] if own in order else []
 
 
@@ -173,7 +172,7 @@ def _bound(run: ClusterRun) -> float:
     more, its exchange costs nothing."""
     job = job_of(run)
     links = sum(peers.links_us(op, job.shape, job.cluster) for op in model.OPS) if job.ep > 1 else 0.0
-    once = step_time.step(replace(job, recompute="none"), step_time.Layer(links)).seconds
+    once = step_time.step(replace(job, recompute="none", recompute_modules=()), step_time.Layer(links)).seconds
     if job.recompute == "none":
         return once
     # the dispatcher that is timed at once, where no time counts
@@ -220,6 +219,7 @@ def _derived(run: ClusterRun, tensor: int, pipeline: int, virtual: int, expert: 
     """ValueError for what cannot be."""
     if tensor > run.hardware.gpus_per_host or (pipeline == 1 and virtual > 1):
         raise ValueError("tensor ranks talk too much for a NIC; one stage has no virtual ones")
+    model = run.architecture
     same = (pipeline, virtual) == (run.pipeline, run.virtual_pipeline)
     return run.derive(
         tensor=tensor,
@@ -229,25 +229,10 @@ def _derived(run: ClusterRun, tensor: int, pipeline: int, virtual: int, expert: 
         recompute=recompute,
         micro_batch_size=1,
         ranks_per_node=0,
-        pipeline_layout=run.pipeline_layout if same else equal_chunks(run, pipeline * virtual),
+        pipeline_layout=run.pipeline_layout
+        if same
+        else stages.equal_layout(model.num_layers, model.num_mtp_layers, pipeline * virtual),
     )
-
-
-def equal_chunks(run: ClusterRun, chunks: int) -> str:
-    """Megatron's layout of so many chunks, embedding, loss and multi-token prediction counted as a layer each; where
-    the last has layers beside these, one of them is in the first, for the embedding multiplies nothing: so are Megatron
-    Bridge's of DeepSeek-V3. "" where Megatron's own split does the same. ValueError where they do not divide."""
-    model = run.architecture
-    if chunks == 1 or not model.num_mtp_layers:
-        return ""
-    letters = "E" + "t" * model.num_layers + "m" * model.num_mtp_layers + "L"
-    if len(letters) % chunks:
-        raise ValueError(f"{len(letters)} layers, ends included, are not {chunks} equal chunks")
-    size = len(letters) // chunks
-    parts = [letters[i : i + size] for i in range(0, len(letters), size)]
-    if parts[-1].startswith("t"):
-        parts[0], parts[-1] = f"{parts[0]}t", parts[-1][1:]
-    return "|".join(parts)
 
 
 def _recomputes(run: ClusterRun) -> list[str]:

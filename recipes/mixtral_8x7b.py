@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .architecture import Architecture
+from hybrid_ep.perf import architecture
+
 from .cluster import ClusterRun
 from .config import RunConfig
 from .hardware import get_hardware, layout
 from .tiny_cpu import tiny_cpu_smoke
 
-ARCHITECTURE = Architecture(
-    name="mixtral_8x7b",
-    source="huggingface.co/mistralai/Mixtral-8x7B-v0.1 config.json",
-    num_layers=32,
-    num_dense_layers=0,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    moe_ffn_hidden_size=14336,
-    num_experts=8,
-    topk=2,
-    vocab_size=32000,
-    num_attention_heads=32,
-    num_query_groups=8,
-    head_dim=128,
-    rotary_base=1_000_000,
-    max_positions=32768,
-    norm_epsilon=1e-5,
-    aux_loss_coeff=2e-2,
-)
+ARCHITECTURE = architecture.get("mixtral_8x7b")
 # Sizes and SMs are the performance model's, within some per cent of the fastest that fits:
 # docs/results/recipe-layouts.md. Two sequences a micro-batch where they fit: launches of a layer take as long for one.
 _VARIANTS: dict[str, dict[str, Any]] = {

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .architecture import Architecture
+from hybrid_ep.perf import architecture
+
 from .cluster import ClusterRun
 from .config import RunConfig
 from .hardware import get_hardware, layout
 from .tiny_cpu import tiny_cpu_smoke
 
-ARCHITECTURE = Architecture(
-    name="qwen3_235b_a22b",
-    source="huggingface.co/Qwen/Qwen3-235B-A22B config.json; global-batch balance: arXiv 2505.09388, section 2",
-    num_layers=94,
-    num_dense_layers=0,
-    hidden_size=4096,
-    ffn_hidden_size=12288,
-    moe_ffn_hidden_size=1536,
-    num_experts=128,
-    topk=8,
-    vocab_size=151936,
-    num_attention_heads=64,
-    num_query_groups=4,
-    head_dim=128,
-    qk_layernorm=True,
-    rotary_base=1_000_000,
-    max_positions=40960,
-    aux_loss="global_aux_loss",
-)
+ARCHITECTURE = architecture.get("qwen3_235b_a22b")
 # Sizes and SMs are the performance model's, within some per cent of the fastest that fits:
 # docs/results/recipe-layouts.md.
 _VARIANTS: dict[str, dict[str, Any]] = {

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .architecture import Architecture
+from hybrid_ep.perf import architecture
+
 from .cluster import ClusterRun
 from .config import RunConfig
 from .hardware import get_hardware, layout
 from .tiny_cpu import tiny_cpu_smoke
 
-ARCHITECTURE = Architecture(
-    name="qwen3_30b_a3b",
-    source="huggingface.co/Qwen/Qwen3-30B-A3B config.json; global-batch balance: arXiv 2505.09388, section 2",
-    num_layers=48,
-    num_dense_layers=0,
-    hidden_size=2048,
-    ffn_hidden_size=6144,
-    moe_ffn_hidden_size=768,
-    num_experts=128,
-    topk=8,
-    vocab_size=151936,
-    num_attention_heads=32,
-    num_query_groups=4,
-    head_dim=128,
-    qk_layernorm=True,
-    rotary_base=1_000_000,
-    max_positions=40960,
-    aux_loss="global_aux_loss",
-)
+ARCHITECTURE = architecture.get("qwen3_30b_a3b")
 # Sizes and SMs are the performance model's, within some per cent of the fastest that fits and spreads experts at all:
 # docs/results/recipe-layouts.md. A host takes as long to launch a layer for one sequence as for four, so that several
 # make a micro-batch where memory allows it; on Blackwell they are as many as in Megatron Bridge's.

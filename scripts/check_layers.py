@@ -88,14 +88,21 @@ ROOMS = {
     "balance": (),
     "moe": ("basics",),
     "basics": (),
-    "perf": ("hardware", "explorer"),
+    "perf": ("hardware", "explorer", "basics"),
     "runtime": ("hardware", "payload", "basics"),
     "weights": ("runtime", "basics"),
     "public": ("runtime", "payload", "basics"),
     "reference": ("runtime",),
     "compat": ("public", "runtime", "basics"),
 }
-BASICS = ("hybrid_ep.config", "hybrid_ep.env", "hybrid_ep.errors", "hybrid_ep.recording", "hybrid_ep.tuning")
+BASICS = (
+    "hybrid_ep.buffer_sizes",
+    "hybrid_ep.config",
+    "hybrid_ep.env",
+    "hybrid_ep.errors",
+    "hybrid_ep.recording",
+    "hybrid_ep.tuning",
+)
 # hybrid_ep is below everything else in Python; recipes/ is installed under another name, hence `from . import` there.
 NOT_IN = {"hybrid_ep": ("megatron", "megatron_patches", "recipes", "scripts", "tests"), "recipes": ("recipes",)}
 # Imports that may close a cycle, (importing module, imported module): reason. import_graph.py says what counts as one.

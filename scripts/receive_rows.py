@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_ep import _core, memory
-from hybrid_ep.runtime.options import default_arena_bytes, first_recv_rows, recv_capacity
+from hybrid_ep.buffer_sizes import default_arena_bytes, first_recv_rows, recv_capacity
 
 TOKENS, HIDDEN, TOPK, EXPERTS, RANKS = 4096, 7168, 8, 256, 64
 ROW_BYTES = 2 * HIDDEN

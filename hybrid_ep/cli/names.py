@@ -11,6 +11,7 @@ from typing import Any
 
 from hybrid_ep.cli.parser import one_of, warn_renamed
 from hybrid_ep.hardware import clusters
+from hybrid_ep.perf.job_fields import modelled_recompute
 
 OLD_CLUSTERS = {"b200_8": "b200_8x400g"}
 _MODEL_WORDS = {"alltoall": "a2a"}  # dispatchers: as printed, as perf.step_time has it
@@ -22,9 +23,6 @@ _KNOWN_TO = {
     "node_dedup": _MODEL_ALONE,
     "deepep_v1": _MODEL_ALONE,
 }
-# Of Megatron's --recompute-modules those that the recipes' models can have, besides none, full and selective.
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-RECOMPUTE_REMEDY = f"use none, selective, full, or some of {','.join(RECOMPUTE_MODULES)}"
 
 
 def add_cluster(add: Any, what: str, default: str | None = None, names: Collection[str] = clusters.CLUSTERS) -> None:
@@ -87,18 +85,7 @@ def recompute(text: str) -> str:
     return text
 
 
-def modelled_recompute(text: str) -> str:
-    """What the step model counts of it: none, moe or full. Modules but the MoE layer itself are cheap, and free there.
-    ValueError names what is no module."""
-    if text in ("none", "full", "selective"):
-        return "none" if text == "selective" else text
-    modules = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in modules if name not in RECOMPUTE_MODULES]:
-        raise ValueError(f"{unknown[0]!r}: {RECOMPUTE_REMEDY}")
-    return "moe" if "moe" in modules else "none"
-
-
 def said_of_recompute(text: str) -> str:
-    """As given, and what of it the step model counts where that is less."""
+    """As given, and what of it takes time in the step model where that is less."""
     counted = modelled_recompute(text)
-    return text if counted == text else f"{text} (counted: {counted})"
+    return text if counted == text else f"{text} (time counted: {counted})"

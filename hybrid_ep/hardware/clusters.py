@@ -204,10 +204,10 @@ _GB200 = replace(
     hbm_gb=_datasheet(186, "GB", "NVIDIA GB200 NVL72 datasheet: 13.4 TB for 72"),
 )
 
-_B300 = replace(_B200, name="B300", hbm_gb=_datasheet(288, "GB", "NVIDIA DGX B300 datasheet: 2.3 TB for 8"))
+_B300 = replace(_B200, name="B300", hbm_gb=_datasheet(287, "GB", "NVIDIA DGX B300 datasheet: 2.3 TB for 8"))
 
 # What its datasheet has otherwise than that of GB200; exchanges are bound by nothing else that it changed.
-_GB300 = replace(_GB200, name="GB300", hbm_gb=_datasheet(278, "GB", "NVIDIA GB300 NVL72 datasheet: 20 TB for 72"))
+_GB300 = replace(_GB200, name="GB300", hbm_gb=_datasheet(277, "GB", "NVIDIA GB300 NVL72 datasheet: 20 TB for 72"))
 
 _CX7 = Nic(
     name="ConnectX-7 400G",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid_ep.perf import architecture
+from hybrid_ep.perf.architecture import Architecture
+
 
 @dataclass(frozen=True)
 class MoeModel:
@@ -11,7 +14,8 @@ class MoeModel:
     experts together and of a layer without experts; moe_layers of num_layers have experts. total: billions of
     parameters. attention_params: of one layer's projections. attention_flops: forward FLOPs a token and layer for each
     token it attends to (scores and values, all heads). mtp_layers: of multi-token prediction, beyond num_layers, each
-    with experts and a pass of the output layer of its own."""
+    with experts and a pass of the output layer of its own. architecture: where parameters are counted one by one, norms
+    and routers too: memory is, and a model without one has none that is known."""
 
     name: str
     hidden: int
@@ -28,6 +32,12 @@ class MoeModel:
     dense_hidden: int = 0
     vocab: int = 0
     mtp_layers: int = 0
+    architecture: Architecture | None = None
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is known to be latent attention."""
+        return self.architecture is not None and self.architecture.mla
 
     @property
     def expert_params(self) -> float:
@@ -83,68 +93,44 @@ def latent_params(hidden: int, heads: int, query_rank: int, key_rank: int, nope:
     return float(queries + keys_values + heads * value * hidden)
 
 
+def of(a: Architecture, total: float | None = None, source: str = "") -> MoeModel:
+    """What the step model knows of an architecture. total: billions of parameters as published; None: as counted."""
+    return MoeModel(
+        a.name,
+        a.hidden_size,
+        a.moe_ffn_hidden_size,
+        a.num_layers,
+        a.num_layers - a.num_dense_layers,
+        a.num_experts,
+        a.topk,
+        a.total_params / 1e9 if total is None else total,
+        _attention_params(a),
+        2.0 * a.num_attention_heads * (a.head_dim + a.rope_head_dim + a.head_dim),
+        source or a.source,
+        shared_hidden=a.shared_ffn_hidden_size,
+        dense_hidden=a.ffn_hidden_size if a.num_dense_layers else 0,
+        vocab=a.vocab_size,
+        mtp_layers=a.num_mtp_layers,
+        architecture=a,
+    )
+
+
+def _attention_params(a: Architecture) -> float:
+    if not a.mla:
+        return grouped_params(a.hidden_size, a.num_attention_heads, a.num_query_groups, a.head_dim)
+    widths = (a.q_lora_rank, a.kv_lora_rank, a.head_dim, a.rope_head_dim, a.head_dim)
+    return latent_params(a.hidden_size, a.num_attention_heads, *widths)
+
+
 MODELS = {
     m.name: m
     for m in (
-        MoeModel(
-            "deepseek_v3",
-            7168,
-            2048,
-            61,
-            58,
-            256,
-            8,
-            671.0,
-            latent_params(7168, 128, 1536, 512, 128, 64, 128),
-            2 * 128 * (192 + 128),
-            "deepseek-ai/DeepSeek-V3 config.json; 671B total (technical report)",
-            shared_hidden=2048,
-            dense_hidden=18432,
-            vocab=129280,
-            mtp_layers=1,
+        of(
+            architecture.get("deepseek_v3"), 671.0, "deepseek-ai/DeepSeek-V3 config.json; 671B total (technical report)"
         ),
-        MoeModel(
-            "qwen3_235b_a22b",
-            4096,
-            1536,
-            94,
-            94,
-            128,
-            8,
-            235.0,
-            grouped_params(4096, 64, 4, 128),
-            2 * 64 * (128 + 128),
-            "Qwen/Qwen3-235B-A22B config.json and model card",
-            vocab=151936,
-        ),
-        MoeModel(
-            "qwen3_30b_a3b",
-            2048,
-            768,
-            48,
-            48,
-            128,
-            8,
-            30.5,
-            grouped_params(2048, 32, 4, 128),
-            2 * 32 * (128 + 128),
-            "Qwen/Qwen3-30B-A3B config.json and model card",
-            vocab=151936,
-        ),
-        MoeModel(
-            "mixtral_8x7b",
-            4096,
-            14336,
-            32,
-            32,
-            8,
-            2,
-            46.7,
-            grouped_params(4096, 32, 8, 128),
-            2 * 32 * (128 + 128),
-            "mistralai/Mixtral-8x7B-v0.1 config.json and paper",
-            vocab=32000,
-        ),
+        of(architecture.get("qwen3_235b_a22b"), 235.0, "Qwen/Qwen3-235B-A22B config.json and model card"),
+        of(architecture.get("qwen3_30b_a3b"), 30.5, "Qwen/Qwen3-30B-A3B config.json and model card"),
+        of(architecture.get("mixtral_8x7b"), 46.7, "mistralai/Mixtral-8x7B-v0.1 config.json and paper"),
     )
 }
 

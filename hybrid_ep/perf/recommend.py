@@ -1,19 +1,22 @@
 """Advice: which EP degree, ranks per node, SMs, chunk, dispatch dtype, and whether to move tokens or weights.
 
-Every plan that fits the memory is timed with the step model, which has the exchange model inside; the fastest wins.
+Every plan that Megatron accepts and that fits the memory (`perf.memory`, as `hybrid-ep launch` judges) is timed with
+the step model, which has the exchange model inside; the fastest wins.
 SMs are the fewest within 5 % of the fastest exchange: what an exchange does not need, overlapped compute gets."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import dwdp, model, routing
+from hybrid_ep.perf import dwdp, memory, model, routing, stages
 from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.perf.models import MoeModel
 from hybrid_ep.perf.routing import Traffic
@@ -25,14 +28,12 @@ _SMS = (4, 8, 16, 24, 32, 48, 64)
 _CHUNKS = (16, 32, 64, 128)
 _SMS_WITHIN, _CHUNK_WITHIN = 1.05, 1.02  # of the fastest
 _TUNED_TOKENS = 8192  # with more the fewest SMs are the same, and a prediction takes longer
-_MEMORY_SHARE = 0.7  # of HBM for weights, gradients, optimizer; activations and buffers take the rest
-# Bytes a parameter. Transformer Engine keeps 8-bit weights and their transposes beside the bf16 ones; with mxfp8 they
-# are all that is kept, as in NVIDIA's mixed-precision recipes. Gradients, master weights and moments are fp32.
-_WEIGHT_BYTES = {"bf16": 2, "fp8": 4, "mxfp8": 2}
-_GRADIENT_BYTES, _OPTIMIZER_BYTES = 4, 12
-STATE_HOLDS = "weights, gradients and optimizer state (moments in fp32), without activations and buffers"
 _PP = (1, 2, 4, 8, 16, 32)
-_BATCHES = 8  # micro-batches a GPU and step, the same global batch for every plan
+_VIRTUAL = (4, 3, 2, 1)
+_LEAST_LAYERS = 2  # of a virtual stage
+_TENSOR = (1, 2, 4, 8)
+BATCHES = Fraction(8)  # micro-batches of a GPU and step, where no batch is given
+TAKE_MORE = "; take more"  # what an error ends with where other numbers of GPUs are the remedy
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Plan:
-    """One candidate. why: what is good or bad about it, in words."""
+    """One candidate, of the same global batch as the others. virtual_pp, layout: of the pipeline, as Megatron is asked
+    for it. tensor: the least that fits. state_gb, memory_gb: of the fullest GPU, as `perf.memory` counts. why: what is
+    good or bad about it, in words."""
 
     ep: int
     pp: int
@@ -59,6 +62,11 @@ class Plan:
     step_seconds: float
     tokens_per_s_per_gpu: float
     state_gb: float
+    memory_gb: float
+    virtual_pp: int
+    tensor: int
+    micro_batches: int
+    layout: str
     why: str
 
 
@@ -100,40 +108,16 @@ def _call(op: str, shape: Shape, cluster_name: str, dtype: str, traffic: Traffic
     return model.predict(op, shape, cluster, num_sms=num_sms, chunk=chunk, traffic=traffic, dtype=dtype).api_us
 
 
-def state_gb(job: Job) -> float:
-    """What `STATE_HOLDS` names, on a rank of an average pipeline stage."""
-    return sum(_state_gb(job))
-
-
-def _state_gb(job: Job) -> tuple[float, float]:
-    """(what no number of GPUs makes less: weights and gradients; a share of the optimizer)."""
-    kept = sum(job.rank_params)
-    replicas = job.gpus // (job.pp * job.tensor), job.gpus // (job.ep * job.pp)
-    sharded = sum(params / n for params, n in zip(job.rank_params, replicas, strict=True))
-    return (_WEIGHT_BYTES[job.dtype] + _GRADIENT_BYTES) * kept / 1e9, _OPTIMIZER_BYTES * sharded / 1e9
-
-
-def fits(job: Job) -> bool:
-    """Whether the state alone leaves a GPU any of its memory."""
-    return state_gb(job) <= job.cluster.gpu.hbm_gb.value
-
-
-def fewest_gpus(job: Job) -> int | None:
-    """Of the same layout, that hold its state: more of them share the optimizer. None where weights and gradients are
-    too much already."""
-    kept, sharded = _state_gb(job)
-    room = job.cluster.gpu.hbm_gb.value - kept
-    if room <= 0:
-        return None
-    step_of = math.lcm(job.ep * job.pp, job.tensor * job.pp)
-    return max(1, math.ceil(sharded * job.gpus / room / step_of)) * step_of
-
-
 def candidates(m: MoeModel, cluster: Cluster, gpus: int) -> Iterator[tuple[int, int]]:
     """(EP, PP) that divide experts, layers' stages and GPUs."""
+    return ((ep, pp) for ep, pp in _sizes(m, cluster) if gpus % (ep * pp) == 0)
+
+
+def _sizes(m: MoeModel, cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """(EP, PP) on whatever number of GPUs: groups lie in an NVLink domain or fill several."""
     for pp in _PP:
-        for ep in range(1, min(m.experts, gpus) + 1):
-            if m.experts % ep == 0 and gpus % (ep * pp) == 0 and pp <= m.num_layers:
+        for ep in range(1, m.experts + 1):
+            if m.experts % ep == 0 and pp <= m.num_layers:
                 if ep <= cluster.ranks_per_node or ep % cluster.ranks_per_node == 0:
                     yield ep, pp
 
@@ -146,26 +130,20 @@ def recommend(
     tokens: int = 4096,
     top: int = 5,
     overlap: float = 0.0,
+    batches: Fraction = BATCHES,
     watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     **of_the_job: Any,
 ) -> list[Plan]:
-    """The best plans, fastest first. overlap: share of what moves, tokens or weights, that hides behind compute.
-    watch: sees the layouts go by, for a progress bar. of_the_job: fields of every plan's Job: dtype, recompute,
-    cv_slow. ValueError when no plan fits the memory."""
+    """The best plans, fastest first. tokens: of a micro-batch, which tensor ranks share. overlap: share of what moves,
+    tokens or weights, that hides behind compute. batches: micro-batches of a step of a plan with neither pipeline nor
+    tensor parallelism; others have PP x TP times as many, so that all have one global batch. watch: sees the layouts
+    go by, for a progress bar. of_the_job: fields of every plan's Job: dtype, recompute, recompute_modules, moments,
+    fp8_params, cv_slow. ValueError when no plan fits the memory."""
     if gpus < 1:
-        raise ValueError(f"gpus={gpus} must be at least 1")
-    room = cluster.gpu.hbm_gb.value * _MEMORY_SHARE
-    of_the_job |= {"tokens": tokens, "overlap": overlap}
-    jobs = [job_of(m, cluster, gpus, ep, pp, **of_the_job) for ep, pp in candidates(m, cluster, gpus)]
-    sizes = [state_gb(job) for job in jobs]
-    fitting = [(job, gb) for job, gb in zip(jobs, sizes, strict=True) if gb <= room]
-    if not fitting:
-        smallest = min(sizes, default=float("inf"))
-        raise ValueError(
-            f"gpus={gpus}: no EP x PP of {m.name} fits; a rank needs {smallest:.0f} GB or more of state "
-            f"and has {room:.0f} GB ({_MEMORY_SHARE:.0%} of {cluster.gpu.hbm_gb.value:.0f}); take more"
-        )
-    plans = [plan for job, gb in watch(fitting) for plan in _plans(job, gb)]
+        raise ValueError(f"gpus={gpus}: must be at least 1")
+    _check_overlap(overlap, of_the_job)
+    of_the_job |= {"tokens": tokens, "overlap": overlap, "batches": batches}
+    plans = [plan for job in watch(_fitting(m, cluster, gpus, of_the_job)) for plan in _plans(job)]
     plans.sort(key=lambda p: p.step_seconds)
     kept: list[Plan] = []
     for plan in plans:  # a runner-up differs in something that matters
@@ -178,37 +156,132 @@ def recommend(
     return [replace(_with_chunk(p, m, cluster, tokens), why=_why(p, best, m, cluster, tokens, dtypes)) for p in kept]
 
 
+def _check_overlap(overlap: float, of_the_job: dict[str, Any]) -> None:
+    """ValueError for what Megatron refuses of every layout."""
+    again = of_the_job.get("recompute", "none")
+    if overlap > 0 and again != "none":
+        raise ValueError(
+            f"overlap={overlap:g}: Megatron hides no exchange of experts that are recomputed, here recompute={again}; "
+            "give overlap=0 or recompute=selective"
+        )
+
+
+def _fitting(m: MoeModel, cluster: Cluster, gpus: int, of_the_job: dict[str, Any]) -> list[Job]:
+    """Of every EP x PP that Megatron accepts the job with the least tensor parallelism that fits. ValueError where
+    there is none."""
+    room, fitting, least = memory.budget_bytes(cluster), [], math.inf
+    for ep, pp in candidates(m, cluster, gpus):
+        for tensor in _tensors(m, cluster):
+            job = job_of(m, cluster, gpus, ep, pp, tensor, **of_the_job)
+            if job is None:
+                continue
+            total = memory.per_gpu(job).total
+            least = min(least, total)
+            if total <= room:
+                fitting.append(job)
+                break
+    if least == math.inf:
+        raise ValueError(f"gpus={gpus}: Megatron accepts no EP x PP x TP of {m.name} with this batch{TAKE_MORE}")
+    if not fitting:
+        raise ValueError(
+            f"gpus={gpus}: no EP x PP x TP of {m.name} fits; a rank needs {least / 1e9:.0f} GB or more, activations "
+            f"and buffers included, and has {room / 1e9:.0f} GB ({1 - memory.RESERVE:.0%} of "
+            f"{cluster.gpu.hbm_gb.value:.0f}){TAKE_MORE}"
+        )
+    return fitting
+
+
+def _tensors(m: MoeModel, cluster: Cluster) -> list[int]:
+    """Sizes of tensor parallelism in an NVLink domain that divide attention's heads and groups."""
+    a = m.architecture
+    parts = (a.num_attention_heads, a.num_query_groups or a.num_attention_heads) if a else (1,)
+    return [n for n in _TENSOR if n <= cluster.ranks_per_node and not any(part % n for part in parts)]
+
+
+def nearest_gpus(
+    m: MoeModel, cluster: Cluster, gpus: int, host: int, **of_the_job: Any
+) -> tuple[int | None, int | None]:
+    """The nearest numbers of GPUs below and above, in whole hosts, that a layout of `recommend` fits; None where none
+    is. host: GPUs of one. of_the_job: as `recommend` has it."""
+    below: list[int] = []
+    above: list[int] = []
+    for (ep, pp), tensor in itertools.product(_sizes(m, cluster), _tensors(m, cluster)):
+        part = math.lcm(ep, tensor) * pp
+        job = job_of(m, cluster, part, ep, pp, tensor, **of_the_job)
+        if job is None or (fewest := memory.fewest_gpus(job)) is None:
+            continue
+        step_of = math.lcm(part, host)
+        least = -(-fewest // step_of) * step_of
+        above.append(max(least, (gpus // step_of + 1) * step_of))
+        if least < gpus:
+            below.append((gpus - 1) // step_of * step_of)
+    return max(below, default=None), min(above, default=None)
+
+
 def _with_chunk(p: Plan, m: MoeModel, cluster: Cluster, tokens: int) -> Plan:
     if p.move != "tokens":
         return p
-    shape = Job(m, cluster, p.ep * p.pp, p.ep, pp=p.pp, tokens=tokens).shape
+    shape = Job(m, cluster, p.ep * p.pp, p.ep, pp=p.pp, tokens=tokens // p.tensor).shape
     return replace(p, chunk=tune(shape, cluster, p.dispatch_dtype).chunk)
 
 
-def job_of(m: MoeModel, cluster: Cluster, gpus: int, ep: int, pp: int, **more: Any) -> Job:
-    """The job that a plan is judged by: the same global batch for all, virtual stages where there are layers."""
-    virtual_pp = max(1, min(4, m.num_layers // (2 * pp)))
-    return Job(m, cluster, gpus, ep, pp=pp, virtual_pp=virtual_pp, micro_batches=_BATCHES * pp, **more)
+def job_of(
+    m: MoeModel,
+    cluster: Cluster,
+    gpus: int,
+    ep: int,
+    pp: int,
+    tensor: int = 1,
+    *,
+    tokens: int = 4096,
+    batches: Fraction = BATCHES,
+    **more: Any,
+) -> Job | None:
+    """The job that a plan is judged by: `batches` x PP x TP micro-batches of so many tokens, virtual stages where there
+    are layers. None where Megatron accepts none: equal chunks, its own or by a layout, do not hold the layers,
+    micro-batches are no whole number or fewer than stages, sizes do not divide GPUs or tokens."""
+    micro_batches = batches * pp * tensor
+    if micro_batches.denominator != 1 or micro_batches < pp or tokens % tensor or gpus % (tensor * pp):
+        return None
+    for virtual_pp in _VIRTUAL if pp > 1 and micro_batches % pp == 0 else (1,):
+        if virtual_pp > 1 and m.num_layers < _LEAST_LAYERS * pp * virtual_pp:
+            continue
+        try:
+            layout = stages.equal_layout(m.num_layers, m.mtp_layers, pp * virtual_pp)
+        except ValueError:
+            continue
+        more |= {"micro_batches": int(micro_batches), "tensor": tensor, "layout": layout}
+        return Job(m, cluster, gpus, ep, pp, virtual_pp, tokens // tensor, **more)
+    return None
 
 
-def _plans(base: Job, gb: float) -> Iterator[Plan]:
+def _plans(base: Job) -> Iterator[Plan]:
+    """Of a job that fits, those of its ways to move tokens or weights that do."""
     m, cluster, ep, overlap = base.model, base.cluster, base.ep, base.overlap
+    need, room = memory.per_gpu(base), memory.budget_bytes(cluster)
     if ep == 1:
-        yield _plan(base, 0, 0, "nothing", 0.0, gb)
+        yield _plan(base, 0, 0, "nothing", 0.0, need.state, need.total)
         return
     for dtype in ("bf16", "fp8"):
         sms = _tune_sms(base.shape, cluster.name, dtype, routing.uniform(base.shape))
         job = replace(base, num_sms=sms, dispatch_dtype=dtype)
-        yield _plan(job, sms, 0, "tokens", 0.0, gb)
+        total = memory.per_gpu(job).total
+        if total <= room:
+            yield _plan(job, sms, 0, "tokens", 0.0, need.state, total)
     if ep <= cluster.ranks_per_node:
         move_us = 3 * dwdp.weight_bytes(m, ep, "bf16") / (cluster.gpu.nvlink_rate * 1e3) * dwdp.CONTENTION
         exposed = max(move_us * (1 - overlap), move_us - compute_us(base, ONE_LAYER))
-        two_layers = 2 * dwdp.weight_bytes(m, ep, "bf16") / 1e9
-        yield _plan(replace(base, overlap=1.0), 0, 0, "weights", exposed, gb + two_layers, move_us)
+        two_layers = int(2 * dwdp.weight_bytes(m, ep, "bf16"))
+        total = need.total - need.buffers + two_layers
+        if total <= room:
+            job = replace(base, overlap=1.0)
+            yield _plan(job, 0, 0, "weights", exposed, need.state + two_layers, total, move_us)
 
 
-def _plan(job: Job, num_sms: int, chunk: int, move: str, exposed_us: float, gb: float, move_us: float = 0.0) -> Plan:
-    """exposed_us: of each layer, beyond what the step model counts."""
+def _plan(
+    job: Job, num_sms: int, chunk: int, move: str, exposed_us: float, state: int, total: int, move_us: float = 0.0
+) -> Plan:
+    """exposed_us: of each layer, beyond what the step model counts. state, total: bytes of the fullest GPU."""
     got, m = step(job), job.model
     seconds = 1 / got.tokens_per_s_per_gpu + exposed_us * m.moe_layers / 1e6 / job.tokens
     return Plan(
@@ -222,7 +295,12 @@ def _plan(job: Job, num_sms: int, chunk: int, move: str, exposed_us: float, gb: 
         move_us or got.exchange_us,
         seconds,
         1 / seconds,
-        gb,
+        state / 1e9,
+        total / 1e9,
+        job.virtual_pp,
+        job.tensor,
+        job.micro_batches,
+        job.layout,
         "",
     )
 

@@ -19,6 +19,11 @@ def element_bytes(dtype: str) -> float:
     return sum(_ELEMENT[dtype])
 
 
+def scale_bytes(dtype: str, hidden: int) -> int:
+    """Bytes of the scales that travel beside a row, in whole units of 16; 0 of a row that has none."""
+    return -(-int(_ELEMENT[dtype][1] * hidden) // 16) * 16
+
+
 @dataclass(frozen=True)
 class Shape:
     """ranks: of the EP group; ranks_per_node: of one NVLink domain; tokens: of each rank; experts: of the group.

@@ -27,43 +27,94 @@ ONE_LAYER = Stage(1)
 
 @lru_cache(maxsize=1024)
 def stages(num_layers: int, moe_layers: int, mtp: int, pp: int, virtual_pp: int, layout: str) -> tuple[Stage, ...]:
-    """All, from the first, which has the layers without experts, to the last. layout: as Megatron's
-    --pipeline-model-parallel-layout has it; "": `_split`. ValueError for one that is not of this model or not of
-    pp x virtual_pp chunks."""
-    chunks = _chunks(layout) if layout else _split(num_layers, mtp, pp, virtual_pp)
-    letters = "".join(chunks)
-    wanted = {"t": num_layers, "m": mtp, "L": 1}
-    if len(chunks) != pp * (virtual_pp if layout else 1) or {x: letters.count(x) for x in wanted} != wanted:
-        raise ValueError(
-            f"layout={layout!r} must have {pp} x {virtual_pp} chunks with {num_layers} layers t, {mtp} of multi-token "
-            "prediction m and one loss L"
-        )
-    found, layers = [Stage(0)] * pp, 0
-    for index, chunk in enumerate(chunks):
-        count, more = chunk.count("t"), chunk.count("m")
-        dense = min(count, max(0, num_layers - moe_layers - layers))
-        layers += count
-        one = (count - dense + more, dense, more, more + chunk.count("L"))
-        found[index % pp] = Stage(*(a + b for a, b in zip(found[index % pp], one, strict=True)))
+    """All, from the first, which has the layers without experts, to the last: `chunks`, counted."""
+    found = []
+    for rank in chunks(num_layers, moe_layers, mtp, pp, virtual_pp, layout):
+        letters = "".join(rank)
+        moe, dense, more = (letters.count(x) for x in "tdm")
+        found.append(Stage(moe + more, dense, more, more + letters.count("L")))
     return tuple(found)
 
 
-def _chunks(layout: str) -> list[str]:
+@lru_cache(maxsize=1024)
+def chunks(
+    num_layers: int, moe_layers: int, mtp: int, pp: int, virtual_pp: int, layout: str
+) -> tuple[tuple[str, ...], ...]:
+    """For every pipeline rank its model chunks, each as letters E (embedding), d (layer without experts), t (with),
+    m (multi-token prediction), L (loss). layout: as Megatron's --pipeline-model-parallel-layout has it, whose t are
+    both kinds of layers; "": Megatron's equal split where it accepts one, else `_uneven`. ValueError for a layout that
+    is not of this model or not of pp x virtual_pp chunks."""
+    if not layout and not splits(num_layers, pp * virtual_pp):
+        return _uneven(num_layers, moe_layers, mtp, pp, virtual_pp)
+    parts = _parsed(layout) if layout else _equal(num_layers, mtp, pp * virtual_pp)
+    if len(parts) != pp * virtual_pp or "".join(parts) != "E" + "t" * num_layers + "m" * mtp + "L":
+        raise ValueError(
+            f"layout={layout!r} must have {pp} x {virtual_pp} chunks with {num_layers} layers t, {mtp} of multi-token "
+            "prediction m and one loss L, the embedding E first"
+        )
+    dense, found = num_layers - moe_layers, []
+    for part in parts:
+        found.append(part.replace("t", "d", dense))
+        dense -= found[-1].count("d")
+    return tuple(tuple(found[rank::pp]) for rank in range(pp))
+
+
+def splits(num_layers: int, num_chunks: int) -> bool:
+    """Whether Megatron splits so many layers into so many equal chunks without a layout: alone, or with embedding and
+    loss counted as a layer each."""
+    return num_layers % num_chunks == 0 or (num_layers + 2) % num_chunks == 0
+
+
+def equal_layout(num_layers: int, mtp: int, num_chunks: int) -> str:
+    """Megatron's layout of so many chunks, embedding, loss and multi-token prediction counted as a layer each; where
+    the last has layers beside these, one of them is in the first, for the embedding multiplies nothing: so are Megatron
+    Bridge's of DeepSeek-V3. "" where Megatron's own split does the same. ValueError where they do not divide."""
+    if num_chunks == 1 or not mtp:
+        if not splits(num_layers, num_chunks):
+            raise ValueError(
+                f"{num_layers} layers, or {num_layers + 2} with both ends, are not {num_chunks} equal chunks"
+            )
+        return ""
+    letters = "E" + "t" * num_layers + "m" * mtp + "L"
+    if len(letters) % num_chunks:
+        raise ValueError(f"{len(letters)} layers, ends included, are not {num_chunks} equal chunks")
+    size = len(letters) // num_chunks
+    parts = [letters[i : i + size] for i in range(0, len(letters), size)]
+    if parts[-1].startswith("t"):
+        parts[0], parts[-1] = f"{parts[0]}t", parts[-1][1:]
+    return "|".join(parts)
+
+
+def _parsed(layout: str) -> list[str]:
     text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda m: m[1] * int(m[2]), layout)
     return re.sub(r"([tm])\*(\d+)", lambda m: m[1] * int(m[2]), text).split("|")
 
 
-def _split(num_layers: int, mtp: int, pp: int, virtual_pp: int) -> list[str]:
-    """The layers of each stage where no layout is given: equal parts; where layers do not divide, Megatron's split with
-    embedding and loss counted as a layer each; where that does not either, as many as are needed for all but the last
-    stage, which has what is left. So Megatron Bridge's layouts of DeepSeek-V3 have one of 61 layers in the last of 16
-    stages, beside multi-token prediction and two passes of the output layer."""
+def _equal(num_layers: int, mtp: int, num_chunks: int) -> list[str]:
+    padded = num_layers % num_chunks != 0
+    letters = "t" * num_layers if not padded else "E" + "t" * num_layers + "L"
+    size = len(letters) // num_chunks
+    parts = [letters[i : i + size] for i in range(0, len(letters), size)]
+    parts[0] = "E" + parts[0].removeprefix("E")
+    parts[-1] = parts[-1].removesuffix("L") + "m" * mtp + "L"
+    return parts
+
+
+def _uneven(num_layers: int, moe_layers: int, mtp: int, pp: int, virtual_pp: int) -> tuple[tuple[str, ...], ...]:
+    """Where layers do not divide: Megatron's split into pp stages if it has one; else as many as are needed for all but
+    the last stage, which has what is left. So Megatron Bridge's layouts of DeepSeek-V3 have one of 61 layers in the
+    last of 16 stages, beside multi-token prediction and two passes of the output layer. Megatron itself refuses it."""
     counts = [-(-num_layers // pp)] * pp
-    if num_layers % (pp * virtual_pp) and (num_layers + 2) % (pp * virtual_pp) == 0:
-        counts = [(num_layers + 2) // pp - (rank in (0, pp - 1)) - (pp == 1) for rank in range(pp)]
+    if splits(num_layers, pp):
+        counts = [part.count("t") for part in _equal(num_layers, mtp, pp)]
     elif over := counts[0] * pp - num_layers:
         counts[-1] = max(0, counts[-1] - over)
         for rank in range(sum(counts) - num_layers):  # more stages than layers fill
             counts[rank] -= 1
-    parts = ["t" * count for count in counts]
-    return [*parts[:-1], parts[-1] + "m" * mtp + "L"]
+    letters, found = "d" * (num_layers - moe_layers) + "t" * moe_layers, []
+    for count in counts:
+        mine, letters, size = letters[:count], letters[count:], -(-count // virtual_pp)
+        found.append([mine[i * size : (i + 1) * size] for i in range(virtual_pp)])
+    found[0][0] = "E" + found[0][0]
+    found[-1][-1] += "m" * mtp + "L"
+    return tuple(map(tuple, found))

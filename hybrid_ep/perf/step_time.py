@@ -48,7 +48,9 @@ class Job:
     compute; transfers between pipeline stages hide as gradients do where stages are virtual ones too, and not at all
     elsewhere. fixed_us: of each call, beyond the exchange model. mtp_layers: of multi-token prediction; None: as
     many as the model has. layout: of the pipeline, as Megatron's --pipeline-model-parallel-layout has it; "": equal
-    stages, as far as layers and loss divide. ValueError names argument, value and remedy."""
+    stages, as far as layers and loss divide. Of memory alone: moments, the type of Adam's two; fp8_params, whether
+    weights are kept in 8 bits and in no other type: yes, no or auto, with mxfp8; recompute_modules, of Megatron's
+    --recompute-modules, of which time counts `moe`. ValueError names argument, value and remedy."""
 
     model: MoeModel
     cluster: Cluster
@@ -75,6 +77,9 @@ class Job:
     iteration_graph: bool = False
     mtp_layers: int | None = None
     layout: str = ""
+    moments: str = "fp32"
+    fp8_params: str = "auto"
+    recompute_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         job_fields.check(vars(self), {"dispatcher": DISPATCHERS, "recompute": RECOMPUTE})
@@ -103,11 +108,27 @@ class Job:
         """Layers of multi-token prediction."""
         return self.model.mtp_layers if self.mtp_layers is None else self.mtp_layers
 
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The modules that are recomputed where not all is."""
+        return self.recompute_modules or (("moe",) if self.recompute == "moe" else ())
+
+    @property
+    def keeps_fp8_params(self) -> bool:
+        """Whether weights are kept in 8 bits alone."""
+        return job_fields.keeps_fp8_params(self.dtype, self.fp8_params)
+
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """What each pipeline stage holds, from the first to the last."""
         m = self.model
         return stages.stages(m.num_layers, m.moe_layers, self.mtp, self.pp, self.virtual_pp, self.layout)
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[str, ...], ...]:
+        """The model chunks of each pipeline stage, in letters (`stages.chunks`)."""
+        m = self.model
+        return stages.chunks(m.num_layers, m.moe_layers, self.mtp, self.pp, self.virtual_pp, self.layout)
 
     @cached_property
     def shape(self) -> Shape:
@@ -130,12 +151,13 @@ class Job:
 
     @property
     def rank_params(self) -> tuple[float, float]:
-        """Parameters on a rank of an average pipeline stage, multi-token prediction included: what tensor ranks share,
-        and of routed experts, which they do not."""
+        """Parameters on a rank of an average pipeline stage, multi-token prediction included: dense ones, which
+        tensor ranks share but for norms, routers and down-projections, and of routed experts, which they do not."""
         m = self.model
         dense = m.total * 1e9 - m.routed_params + self.mtp * (m.moe_layer_params + m.mtp_params)
         experts = m.routed_params * (1 + self.mtp / m.moe_layers)
-        return dense / (self.pp * self.tensor), experts / (self.ep * self.pp)
+        whole = m.architecture.whole_params(self.mtp) if m.architecture else 0
+        return (whole + (dense - whole) / self.tensor) / self.pp, experts / (self.ep * self.pp)
 
     @cached_property
     def gradient_us(self) -> float:

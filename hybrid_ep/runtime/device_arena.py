@@ -28,10 +28,8 @@ from typing import Any, TypeVar
 import torch
 
 from hybrid_ep import _core, env, recording
+from hybrid_ep.buffer_sizes import LARGE, SMALL, UNIT
 
-# Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes up to the first are served by segments of their own,
-# of 2 MiB; from the second on a segment is as large as what is asked for, in units of the third.
-_SMALL, _LARGE, _UNIT = 1 << 20, 10 << 20, 2 << 20
 _calling = threading.local()  # placed: within `placing`, of whatever arena
 T = TypeVar("T")
 
@@ -43,11 +41,6 @@ _pools_of_the_gone: list[Any] = []
 def _let_go() -> None:
     if _pools_of_the_gone and not torch.cuda.is_current_stream_capturing():
         _pools_of_the_gone.clear()
-
-
-def whole_bytes(num_bytes: int, streams: int = 1) -> int:
-    """The least arena that holds num_bytes in so many parts, each of which torch's allocator takes whole; 0 of 0."""
-    return streams * max(-(-num_bytes // (streams * _UNIT)) * _UNIT, _LARGE) if num_bytes else 0
 
 
 @functools.cache
@@ -106,7 +99,7 @@ class DeviceArena:
             return None
         try:
             captured = torch.cuda.is_current_stream_capturing()
-            made = (self._of_graph if captured else self._of_stream)(max(num_bytes, _SMALL + 1))
+            made = (self._of_graph if captured else self._of_stream)(max(num_bytes, SMALL + 1))
             return None if made is None else made[:num_bytes].view(rows, row_bytes)
         finally:
             self._lock.release()
@@ -121,7 +114,7 @@ class DeviceArena:
     def placing(self, function: Callable[[], T], num_bytes: int) -> T:
         """function(), which makes a tensor of so many bytes, and in which torch's tensors are of the arena, if that has
         room for it; small ones lie beside. Called again without where it finds no room for another large one."""
-        if num_bytes <= _SMALL or torch.cuda.is_current_stream_capturing():
+        if num_bytes <= SMALL or torch.cuda.is_current_stream_capturing():
             return function()
         with recording.unrecorded():  # the block is free again behind it, for what is made next
             fits = self.empty(1, num_bytes) is not None
@@ -175,8 +168,8 @@ class DeviceArena:
         """Makes a segment of the current stream that has its part of the arena, or of what graphs have left. Warns
         where torch makes none, or cuts none."""
         left = self._streams - len(self._spans)
-        room = min(self._num_bytes // self._streams, self._engine.arena_gap // left // _UNIT * _UNIT)
-        if room < _LARGE:
+        room = min(self._num_bytes // self._streams, self._engine.arena_gap // left // UNIT * UNIT)
+        if room < LARGE:
             return
         for before in self._before - {stream}:  # parts change hands where streams come in another order
             stream.wait_stream(before)
@@ -190,7 +183,7 @@ class DeviceArena:
                 # torch 2.9's pools have none of these. What the arena is then, they cut as they cut any other.
                 with _whole_segments():
                     is_filled = self._filled(room, stream, small=True)
-            if not is_filled or self._made(_SMALL + 1, self._pool) is not None:
+            if not is_filled or self._made(SMALL + 1, self._pool) is not None:
                 return
         except (RuntimeError, AttributeError, OSError) as error:
             why = str(error)
@@ -235,7 +228,7 @@ class DeviceArena:
         return False
 
     def _made(self, num_bytes: int, pool: Any) -> torch.Tensor | None:
-        """More than _SMALL bytes of a pool; None where it has no room."""
+        """More than SMALL bytes of a pool; None where it has no room."""
         with torch.cuda.use_mem_pool(pool, self._device):
             try:
                 return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -11,18 +11,17 @@ from typing import Any
 import torch
 
 from hybrid_ep import _core, env, tuning
+from hybrid_ep.buffer_sizes import FIRST_TOPK, default_arena_bytes, first_recv_rows, whole_bytes
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS, HybridEpConfigInstance
 from hybrid_ep.hardware import block_split
 from hybrid_ep.runtime import clones as clone_plans
-from hybrid_ep.runtime import device_arena, devices, nvshmem, sm_plan, topology, validation
+from hybrid_ep.runtime import devices, nvshmem, sm_plan, topology, validation
 from hybrid_ep.runtime import spares as spare_slots
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
 
 OVERFLOW_POLICIES = ("raise", "drop")
 TOPIC = "buffer"  # of the exchange in which ranks compare their options
-_MOST_DEFAULT_ARENA = 1 << 30  # bytes
 MOST_ARENA_STREAMS = 8
-_FIRST_TOPK = 8  # room for this many experts a token before the first growth
 _ASKED = "(executor= or HYBRID_EP_EXECUTOR asks for it, or a group with nccl)"
 
 
@@ -186,10 +185,10 @@ class Options:
         return {
             "num_experts": num_experts,
             "max_tokens": tokens,
-            "max_topk": min(_FIRST_TOPK, num_experts),
+            "max_topk": min(FIRST_TOPK, num_experts),
             "row_bytes": row_bytes,
             "scale_bytes": 0,
-            "recv_rows": first_recv_rows(self.capacity_factor, tokens, min(_FIRST_TOPK, num_experts), num_ranks),
+            "recv_rows": first_recv_rows(self.capacity_factor, tokens, min(FIRST_TOPK, num_experts), num_ranks),
             "partial_row_bytes": row_bytes,
             "chunk_tokens": max(self.chunks.values()),
             "arena_bytes": 0,
@@ -224,30 +223,7 @@ class Options:
     def arena_bytes(self, shape: dict[str, int]) -> int:
         """Registered bytes for results of a buffer of this shape."""
         wanted = default_arena_bytes(shape, self.arena_streams) if self.arena_mib is None else self.arena_mib << 20
-        return wanted if self.device.type == "cpu" else device_arena.whole_bytes(wanted, self.arena_streams)
-
-
-def default_arena_bytes(shape: dict[str, int], streams: int = 1) -> int:
-    """Two and a half results of each of so many streams, at most 1 GiB; none where a stream's part of that would not
-    hold one."""
-    rows = shape["max_tokens"] * shape["max_topk"]  # of a result, where ranks receive alike
-    one = rows * (shape["row_bytes"] + shape["scale_bytes"])
-    return min(streams * 5 * one // 2, _MOST_DEFAULT_ARENA) if streams * one <= _MOST_DEFAULT_ARENA else 0
-
-
-def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:
-    """Receive rows of a rank: capacity_factor * max_tokens, at most (None: exactly) every token of every
-    rank."""
-    worst = max(1, max_tokens * num_ranks)
-    return worst if capacity_factor is None else min(worst, max(1, math.ceil(capacity_factor * max_tokens)))
-
-
-def first_recv_rows(capacity_factor: float | None, max_tokens: int, max_topk: int, num_ranks: int) -> int:
-    """Receive rows to begin with: all that capacity_factor admits; without one, twice what a rank receives where all
-    receive alike. That is every token of every rank in groups of up to 2 * max_topk ranks; in larger ones, calls
-    that receive more make the memory grow, see Session.fit_rows."""
-    most = recv_capacity(capacity_factor, max_tokens, num_ranks)
-    return most if capacity_factor is not None else min(most, 2 * max_tokens * max_topk)
+        return wanted if self.device.type == "cpu" else whole_bytes(wanted, self.arena_streams)
 
 
 def seconds(timeout_s: Any) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hybrid_ep import _core, env
+from hybrid_ep.buffer_sizes import first_recv_rows, recv_capacity
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError, DeadlineError, ReentrantCallError
 from hybrid_ep.hardware import block_split
@@ -23,7 +24,7 @@ from hybrid_ep.runtime.bootstrap import Part, Rendezvous, agree, open_segments
 from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.known import Known, KnownCalls
 from hybrid_ep.runtime.metered import Metered
-from hybrid_ep.runtime.options import Options, first_recv_rows, recv_capacity
+from hybrid_ep.runtime.options import Options
 from hybrid_ep.runtime.plan import Plan
 from hybrid_ep.runtime.results import ResultMemory
 from hybrid_ep.runtime.routing import Routing

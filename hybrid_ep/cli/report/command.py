@@ -11,7 +11,7 @@ from hybrid_ep.cli.arguments import in_flags
 from hybrid_ep.cli.bench.flags import int_list
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.cli.simulate import job as job_flags
-from hybrid_ep.perf import models, recommend, step_time, training
+from hybrid_ep.perf import memory, models, step_time, training
 
 _RUNS = "a table of run folders"
 TAKERS: dict[str, tuple[str, ...]] = {
@@ -92,7 +92,10 @@ def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str
         f"{names.said_of_recompute(args.recompute)}  {args.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} "
         f"SMs, {job.overlap:.0%} hidden"
     )
-    _say(f"memory: {recommend.STATE_HOLDS}, of an average pipeline stage; hybrid-ep launch counts these too")
+    _say(
+        f"memory: of the fullest GPU, as hybrid-ep launch counts it, of {memory.budget_bytes(job.cluster) / 1e9:.1f} "
+        f"GB ({memory.RESERVE:.0%} is left free); state: its {memory.STATE_HOLDS}, without activations and buffers"
+    )
     for line in (step_time.said_of_compute(job), *training.said_of(job).splitlines()):
         _say(line)
     if lacking := scaling.said_of_fit(job, next(iter(tables.values()))):

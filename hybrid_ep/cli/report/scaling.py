@@ -22,7 +22,8 @@ _STYLE = {"weak": (plotting.BLUE, "o"), "strong": (plotting.RED, "s")}  # the sa
 class Row:
     """One job. tokens: of a step, all GPUs. memory_bytes: of the GPU with most, None where nobody said. token_flops: of
     the model, forward and backward of one token, what is recomputed not counted; None where nobody knows. nodes: NVLink
-    domains. fits: False of a predicted job whose memory_bytes no GPU has; its other numbers are of no run."""
+    domains. fits: False of a predicted job whose memory_bytes no GPU has; its other numbers are of no run. state_bytes:
+    the part of memory_bytes that is weights, gradients and optimizer state, of a predicted job."""
 
     name: str
     nodes: int
@@ -32,6 +33,7 @@ class Row:
     memory_bytes: float | None
     token_flops: float | None = None
     fits: bool = True
+    state_bytes: float | None = None
 
     @property
     def tflops_per_gpu(self) -> float | None:
@@ -67,7 +69,7 @@ def lines(mode: str, rows: Sequence[Row], named: bool = True) -> Iterator[str]:
     base = _base(rows)
     yield (
         f"#{mode:>6}{'domains':>8}{'GPUs':>7}{'tokens/step':>13}{'step s':>9}{'tokens/s':>12}{'per GPU':>11}"
-        f"{'TFLOP/s':>9}{'speedup':>8}{'efficiency':>11}{'memory GB':>10}" + ("  job" if named else "")
+        f"{'TFLOP/s':>9}{'speedup':>8}{'efficiency':>11}{'memory GB':>10}" + ("  job" if named else f"{'state GB':>9}")
     )
     for r in rows:
         start = f"{mode:>7}{r.nodes:>8}{r.gpus:>7}{r.tokens:>13,.0f}"
@@ -75,13 +77,16 @@ def lines(mode: str, rows: Sequence[Row], named: bool = True) -> Iterator[str]:
             idle = "".join(f"{'-':>{width}}" for width in (9, 12, 11, 9, 8, 11))
             yield f"{start}{idle}{r.memory_bytes / 1e9:>10.2f}  does not fit"
             continue
-        memory = "-" if r.memory_bytes is None else f"{r.memory_bytes / 1e9:.2f}"
         tflops = "-" if r.tflops_per_gpu is None else f"{r.tflops_per_gpu:.0f}"
         yield (
             f"{start}{r.step_s:>9.3f}{r.tokens_per_s:>12,.0f}{r.per_gpu:>11,.1f}{tflops:>9}"
-            f"{r.tokens_per_s / base.tokens_per_s:>8.2f}{r.per_gpu / base.per_gpu:>11.1%}{memory:>10}"
-            + (f"  {r.name}" if named else "")
+            f"{r.tokens_per_s / base.tokens_per_s:>8.2f}{r.per_gpu / base.per_gpu:>11.1%}{_gb(r.memory_bytes):>10}"
+            + (f"  {r.name}" if named else f"{_gb(r.state_bytes):>9}")
         )
+
+
+def _gb(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e9:.2f}"
 
 
 def as_json(mode: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -101,6 +106,7 @@ def as_json(mode: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
             "speedup": r.tokens_per_s / base.tokens_per_s if r.fits else None,
             "efficiency": r.per_gpu / base.per_gpu if r.fits else None,
             "memory_bytes": r.memory_bytes,
+            "state_bytes": r.state_bytes,
             "fits": r.fits,
         }
         for r in rows
@@ -163,9 +169,9 @@ def strong_micro_batches(gpus: Iterable[int], micro_batches: int) -> dict[int, i
 
 
 def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
-    """A row of every number of GPUs by the step model. job: a perf.step_time.Job of any of them. Memory:
-    perf.recommend.STATE_HOLDS. ValueError names argument, value and remedy, also where nothing fits."""
-    from hybrid_ep.perf.recommend import fits, state_gb
+    """A row of every number of GPUs by the step model. job: a perf.step_time.Job of any of them. Memory: of
+    perf.memory. ValueError names argument, value and remedy, also where nothing fits."""
+    from hybrid_ep.perf import memory
     from hybrid_ep.perf.step_time import step
 
     batches = (
@@ -174,7 +180,7 @@ def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
     rows = []
     for n in sorted(gpus):
         at = replace(job, gpus=n, micro_batches=batches[n])
-        seconds = step(at).seconds
+        seconds, need = step(at).seconds, memory.per_gpu(at)
         tokens = at.tokens * at.micro_batches * n / at.pp
         nodes = -(-n // job.cluster.ranks_per_node)
         rows.append(
@@ -184,9 +190,10 @@ def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
                 n,
                 tokens,
                 seconds,
-                1e9 * state_gb(at),
+                need.total,
                 job.model.train_flops_per_token(job.sequence, job.mtp),
-                fits(at),
+                need.total <= memory.budget_bytes(job.cluster),
+                need.state,
             )
         )
     if not any(r.fits for r in rows):
@@ -196,7 +203,7 @@ def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
 
 def said_of_fit(job: Any, rows: Sequence[Row]) -> str:
     """What does not fit of a predicted table, and what would; "" where all rows do. job: as for `predict`."""
-    from hybrid_ep.perf.recommend import fewest_gpus
+    from hybrid_ep.perf.memory import RESERVE, budget_bytes, fewest_gpus
 
     lacking = {r.gpus: r.memory_bytes / 1e9 for r in rows if not r.fits and r.memory_bytes}
     if not lacking:
@@ -212,6 +219,6 @@ def said_of_fit(job: Any, rows: Sequence[Row]) -> str:
         "--recommend has layouts that fit"
     )
     return (
-        f"{job.model.name} does not fit {', '.join(map(str, sorted(lacking)))} GPUs, for weights, gradients and "
-        f"optimizer state take {needs} of the {job.cluster.gpu.hbm_gb.value:g} GB of a GPU; {remedy}"
+        f"{job.model.name} does not fit {', '.join(map(str, sorted(lacking)))} GPUs, for they take {needs} of "
+        f"the {budget_bytes(job.cluster) / 1e9:.1f} GB of a GPU ({RESERVE:.0%} is left free); {remedy}"
     )

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any, NoReturn
+from dataclasses import asdict, replace
+from fractions import Fraction
+from typing import Any
 
 from hybrid_ep.cli import names, outputs
 from hybrid_ep.cli.progress import track
 from hybrid_ep.cli.simulate import job as job_flags
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import models, recommend, step_time, training
+from hybrid_ep.perf import memory, models, recommend, step_time, training
 from hybrid_ep.perf.models import MoeModel
 from hybrid_ep.perf.recommend import Plan
 
 _GPUS_OF_A_HOST = 8
-_TRIED = 1024  # numbers of hosts below and above; each takes a fraction of a millisecond
+_COLUMNS = "#    EP  PP x VPP  TP  ranks/node  SMs  chunk  dtype  moves   exchange us  tokens/s/GPU  state GB  total GB"
 
 
 def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
@@ -29,44 +29,34 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     own = _own(args)
     job: dict[str, Any] = {
         "dtype": args.precision,
-        "recompute": names.modelled_recompute(args.recompute),
+        **job_flags.recompute(args, model.name),
+        "moments": args.moments,
+        "fp8_params": args.fp8_params,
         "cv_slow": args.cv_slow,
-        "tokens": args.tokens,
+        "tokens": args.tokens * own.tensor if own else args.tokens,
         "overlap": args.overlap,
         "sequence": args.sequence,
+        "batches": Fraction(own.micro_batches, own.pp * own.tensor) if own else recommend.BATCHES,
     }
     job_flags.check_precision(args)
-    _check_gpus(model, cluster, args.gpus, args.precision)
-    plans = recommend.recommend(model, cluster, args.gpus, watch=functools.partial(track, what="layouts"), **job)
-    _say(
-        f"# {model.name} on {args.gpus} x {cluster.gpu.name} ({cluster.name}), {args.tokens} tokens a rank and "
-        f"micro-batch, {args.precision}, recompute {names.said_of_recompute(args.recompute)}, {args.overlap:.0%} of "
-        "what moves hidden"
-    )
-    print("#    EP  PP  ranks/node  SMs  chunk  dtype  moves    exchange us  tokens/s/GPU  state GB; below it why")
-    for rank, p in enumerate(plans):
-        print(
-            f"{rank + 1:2d} {p.ep:5d} {p.pp:3d} {p.ranks_per_node:11d} {p.num_sms or '-':>4} {p.chunk or '-':>6}  "
-            f"{p.dispatch_dtype:<6} {p.move:<8} {p.exchange_us:11.0f} {p.tokens_per_s_per_gpu:13.0f} "
-            f"{p.state_gb:9.1f}"
-        )
-        _say(f"      {p.why}")
+    watch = functools.partial(track, what="layouts")
+    try:
+        plans = recommend.recommend(model, cluster, args.gpus, watch=watch, **job)
+    except ValueError as error:
+        raise ValueError(_remedied(str(error), model, cluster, args.gpus, job)) from None
+    _show(args, model, cluster, plans, job, own)
     best = plans[0]
     yours = _yours(own, best) if own else None
+    sure = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, best.tensor, **job)
+    assert sure is not None
     if best.move != "weights":  # of which the step model knows no job
-        asked = recommend.job_of(
-            model,
-            cluster,
-            args.gpus,
-            best.ep,
-            best.pp,
-            **job,
-            num_sms=best.num_sms or 1,
-            dispatch_dtype=best.dispatch_dtype,
-        )
-        print(f"# the first by another verb: {command_of(asked, recompute=args.recompute)}")
-    _say(f"# state GB: {recommend.STATE_HOLDS}, which hybrid-ep launch counts too; weights that move: two layers more")
-    sure = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, **job)
+        asked = replace(sure, num_sms=best.num_sms or 1, dispatch_dtype=best.dispatch_dtype)
+        print(f"# the first by another verb: {command_of(asked)}")
+    _say(
+        f"# state GB: {memory.STATE_HOLDS} of the fullest GPU; total GB: with activations and buffers, as hybrid-ep "
+        f"launch counts them, of {memory.budget_bytes(cluster) / 1e9:.1f} ({memory.RESERVE:.0%} is left free); weights "
+        "that move: two layers more, and no buffers"
+    )
     _say(f"# tokens/s/GPU with {step_time.said_of_compute(sure)}; differences between plans mean more than the number")
     for line in training.said_of(own or sure).splitlines():
         _say(f"# {line}")
@@ -74,51 +64,70 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         "model": model.name,
         "cluster": cluster.name,
         "gpus": args.gpus,
-        **job,
+        **{name: value for name, value in job.items() if name != "batches"},
+        "tokens_per_step": _tokens_per_step(args.gpus, job),
         "plans": [asdict(p) for p in plans],
         "yours": yours,
     }
+
+
+def _gb(state: int, total: int) -> str:
+    return f" {state / 1e9:9.2f} {total / 1e9:9.2f}"
+
+
+def _tokens_per_step(gpus: int, job: dict[str, Any]) -> int:
+    """Of the whole job."""
+    return int(gpus * job["batches"] * job["tokens"])
+
+
+def _show(
+    args: argparse.Namespace,
+    model: MoeModel,
+    cluster: Cluster,
+    plans: list[Plan],
+    job: dict[str, Any],
+    own: step_time.Job | None,
+) -> None:
+    """Prints what is asked and the table of the plans."""
+    whose = "yours" if own else f"{recommend.BATCHES} micro-batches a GPU, the default"
+    _say(
+        f"# {model.name} on {args.gpus} x {cluster.gpu.name} ({cluster.name}), {job['tokens']} tokens a "
+        f"micro-batch, {args.precision}, recompute {names.said_of_recompute(args.recompute)}, {args.overlap:.0%} of "
+        f"what moves hidden; a step of {_tokens_per_step(args.gpus, job) / args.sequence:,.0f} sequences of "
+        f"{args.sequence} ({whose}); below each plan why"
+    )
+    print(_COLUMNS)
+    for rank, p in enumerate(plans):
+        state, total = (round(1e9 * gb) for gb in (p.state_gb, p.memory_gb))
+        exchange = f"{p.exchange_us:11.0f} {p.tokens_per_s_per_gpu:13.0f}"
+        print(
+            f"{rank + 1:2d} {p.ep:5d} {f'{p.pp} x {p.virtual_pp}':>9} {p.tensor:3d} {p.ranks_per_node:11d} "
+            f"{p.num_sms or '-':>4} {p.chunk or '-':>6}  {p.dispatch_dtype:<6} {p.move:<8}{exchange}{_gb(state, total)}"
+        )
+        _say(f"      {p.why}")
 
 
 def _say(line: str) -> None:
     print(outputs.narrowed(line))
 
 
-class _Fits(Exception):
-    """There is a layout, and none need be timed."""
-
-
-def _fits(model: MoeModel, cluster: Cluster, gpus: int, precision: str) -> str:
-    """Why no layout fits so many GPUs; empty where one does."""
-
-    def seen(_layouts: Iterable[Any]) -> NoReturn:
-        raise _Fits
-
-    try:
-        recommend.recommend(model, cluster, gpus, watch=seen, dtype=precision)
-    except _Fits:
-        return ""
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _check_gpus(model: MoeModel, cluster: Cluster, gpus: int, precision: str) -> None:
-    """ValueError with the nearest numbers of GPUs that a layout fits: more of them is no remedy where EP x PP does not
-    divide them."""
-    if gpus < 1:
-        raise ValueError(f"--gpus {gpus}: must be at least 1")
-    if not (reason := _fits(model, cluster, gpus, precision)):
-        return
-    at = gpus - gpus % _GPUS_OF_A_HOST
-    down = range(at - (at == gpus) * _GPUS_OF_A_HOST, 0, -_GPUS_OF_A_HOST)
-    up = range(at + _GPUS_OF_A_HOST, at + _TRIED * _GPUS_OF_A_HOST, _GPUS_OF_A_HOST)
-    nearest = [
-        next((n for n in numbers[:_TRIED] if not _fits(model, cluster, n, precision)), None) for numbers in (down, up)
-    ]
-    fitting = " or ".join(f"--gpus {n}" for n in nearest if n)
-    remedy = f"give {fitting}, the nearest that fit" if fitting else "give a --cluster with more memory"
-    raise ValueError(f"{reason.removesuffix('; take more')}; EP x PP must divide the GPUs: {remedy}")
+def _remedied(reason: str, model: MoeModel, cluster: Cluster, gpus: int, job: dict[str, Any]) -> str:
+    """Why no layout fits, with the nearest numbers of GPUs that one does: more of them is no remedy where EP x PP does
+    not divide them."""
+    if not reason.endswith(recommend.TAKE_MORE):
+        return reason
+    nearest = recommend.nearest_gpus(model, cluster, gpus, _GPUS_OF_A_HOST, **job)
+    if fitting := " or ".join(f"--gpus {n}" for n in nearest if n):
+        remedy = f"EP x PP and TP x PP must divide the GPUs: give {fitting}, the nearest that fit"
+    else:
+        others = [
+            *(["--recompute full"] if job["recompute"] != "full" and not job["overlap"] else []),
+            *(["--moments bf16"] if job["moments"] != "bf16" else []),
+            *(["fewer --tokens"] if job["tokens"] > job["sequence"] else []),
+        ]
+        remedy = f"no number of GPUs helps: give {', '.join([*others, 'or'] if others else [])} a --cluster with more "
+        remedy = remedy.replace(", or", " or").replace("  ", " ") + "memory"
+    return f"{reason.removesuffix(recommend.TAKE_MORE)}; {remedy}"
 
 
 def _own(args: argparse.Namespace) -> step_time.Job | None:
@@ -146,21 +155,24 @@ def _own(args: argparse.Namespace) -> step_time.Job | None:
 
 def _yours(job: step_time.Job, best: Plan) -> dict[str, Any]:
     """Prints its row."""
-    got = step_time.step(job)
+    got, need, room = step_time.step(job), memory.per_gpu(job), memory.budget_bytes(job.cluster)
     slower = best.tokens_per_s_per_gpu / got.tokens_per_s_per_gpu - 1
     sms = job.num_sms if job.dispatcher == "hybrid_ep" else "-"
+    exchange = f"{got.exchange_us:11.0f} {got.tokens_per_s_per_gpu:13.0f}"
     print(
-        f"yours {job.ep:2d} {job.pp:3d} {job.shape.ranks_per_node:11d} {sms:>4} {'-':>6}  {job.dispatch_dtype:<6} "
-        f"{'tokens':<8} {got.exchange_us:11.0f} {got.tokens_per_s_per_gpu:13.0f} "
-        f"{recommend.state_gb(job):9.1f}"
+        f"yours {job.ep:2d} {f'{job.pp} x {job.virtual_pp}':>9} {job.tensor:3d} {job.shape.ranks_per_node:11d} "
+        f"{sms:>4} {'-':>6}  {job.dispatch_dtype:<6} {'tokens':<8}{exchange}{_gb(need.state, need.total)}"
     )
     _say(
-        f"      {slower:+.1%} step time, {got.seconds:.2f} s with {names.dispatcher(job.dispatcher)}, TP {job.tensor}, "
-        f"virtual stages {job.virtual_pp}, micro-batches {job.micro_batches}"
+        f"      {slower:+.1%} step time, {got.seconds:.2f} s with {names.dispatcher(job.dispatcher)}, "
+        f"micro-batches {job.micro_batches}"
+        + (f"; it does not fit the {room / 1e9:.1f} GB of a GPU" if need.total > room else "")
     )
     return {
         "step_s": got.seconds,
         "tokens_per_s_per_gpu": got.tokens_per_s_per_gpu,
         "exchange_us": got.exchange_us,
-        "state_gb": recommend.state_gb(job),
+        "state_gb": need.state / 1e9,
+        "memory_gb": need.total / 1e9,
+        "fits": need.total <= room,
     }

@@ -13,11 +13,10 @@ from typing import Any
 from hybrid_ep.cli import UsageError, names
 from hybrid_ep.cli.parser import one_of
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models, recommend
+from hybrid_ep.perf import job_fields, models, recommend
 from hybrid_ep.perf.shape import DTYPES
 from hybrid_ep.perf.step_time import CV_SLOW, DISPATCHERS, Job
 
-PRECISIONS = ("bf16", "fp8", "mxfp8")
 _ADVICE = "simulate --recommend"  # where SMs are the model's choice, and EP says that a job is meant
 # flag: (field of Job, type, default, help)
 _FLAGS: dict[str, tuple[str, Any, Any, str]] = {
@@ -33,18 +32,25 @@ _FLAGS: dict[str, tuple[str, Any, Any, str]] = {
     "--cv-slow": ("cv_slow", float, CV_SLOW, "variation of speed between nodes"),
 }
 _CHOICES = {
-    "--precision": ("dtype", PRECISIONS, "bf16", "of the GEMMs: their share of the GPU's peak"),
+    "--precision": ("dtype", job_fields.PRECISIONS, "bf16", "of the GEMMs: their share of the GPU's peak"),
     "--dispatch-dtype": ("dispatch_dtype", DTYPES, "bf16", "of rows dispatched in the forward"),
+    "--moments": ("moments", job_fields.MOMENTS, "fp32", "of Adam, as launch has them; for memory"),
+    "--fp8-params": (
+        "fp8_params",
+        job_fields.FP8_PARAMS,
+        "auto",
+        "weights kept in 8 bits alone, as launch has it; auto: with mxfp8; for memory",
+    ),
 }
 # Whose values have other names in the step model: (field of Job, type, default, metavar, help).
 _NAMES: dict[str, tuple[str, Any, Any, str, str]] = {
     "--recompute": (
         "recompute",
         names.recompute,
-        "none",
+        "selective",
         "WHAT",
         "none, selective, full or modules, as launch has them. full: every layer's forward and its exchange twice; "
-        "moe: the experts' and the exchange; other modules, and selective, are counted as free",
+        "moe: the experts' and the exchange; other modules, and selective, save memory and take no time here",
     ),
     "--dispatcher": (
         "dispatcher",
@@ -101,11 +107,17 @@ def from_flags(args: argparse.Namespace, model: str, gpus: int) -> Job:
         if kind is int and given[field] < least:
             raise UsageError(f"{flag} {given[field]}: must be at least {least}")
     check_precision(args)
-    given["recompute"] = names.modelled_recompute(given["recompute"])
+    given |= recompute(args, model)
     given["dispatcher"] = names.modelled_dispatcher(given["dispatcher"])
     given["num_sms"] = given["num_sms"] or 1
     job = Job(models.get(model), clusters.get(args.cluster), gpus, **given)
     return job if args.num_sms else recommend.tuned(job)
+
+
+def recompute(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """The fields of a Job that --recompute says."""
+    modules = job_fields.recompute_modules(args.recompute, models.get(model).latent)
+    return {"recompute": job_fields.modelled_recompute(args.recompute), "recompute_modules": modules}
 
 
 def given(args: argparse.Namespace, flags: Collection[str]) -> list[str]:
@@ -113,14 +125,18 @@ def given(args: argparse.Namespace, flags: Collection[str]) -> list[str]:
     return [flag for flag in flags if getattr(args, flag[2:].replace("-", "_")) != _FIELDS[flag][1]]
 
 
-def command_of(job: Job, verb: str = "report scaling --simulate", recompute: str | None = None) -> str:
-    """The command whose first row is this job's step, or with "simulate --recommend" whose row "yours" is; flags at
-    their defaults are left out. recompute: as it was given, where that is more than the step model counts."""
+def command_of(job: Job, verb: str = "report scaling --simulate") -> str:
+    """The command whose first row is this job's step and memory, or with "simulate --recommend" whose row "yours" is;
+    flags at their defaults are left out."""
     words = [f"hybrid-ep {verb} {job.model.name} --cluster {job.cluster.name} --gpus {job.gpus}"]
     if verb == _ADVICE:
         words.append(f"--ep {job.ep} --num-sms {job.num_sms}")
     for flag, (field, default) in _FIELDS.items():
-        value = recompute if flag == "--recompute" and recompute else getattr(job, field)
+        value = getattr(job, field)
+        if flag == "--recompute":
+            value = job_fields.said_recompute(job.recompute, job.recompute_modules, job.model.latent)
+        if flag == "--fp8-params" and job.keeps_fp8_params == job_fields.keeps_fp8_params(job.dtype, default):
+            value = default
         if value != default and not (verb == _ADVICE and flag in ("--ep", "--num-sms")):
             value = names.dispatcher(value) if flag == "--dispatcher" else value
             words.append(f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {shlex.quote(str(value))}")

@@ -111,7 +111,7 @@ def test_tables_from_the_simulator_are_the_step_model_s(tmp_path, capsys):
     assert by["weak", 8]["memory_bytes"] > by["weak", 64]["memory_bytes"] > 0
 
 
-HALF = ["report", "scaling", "--simulate", "deepseek_v3", "--gpus", "64,512", "--ep", "64", "--tensor", "8"]
+HALF = ["report", "scaling", "--simulate", "deepseek_v3", "--gpus", "64,2048", "--ep", "64", "--tensor", "8"]
 
 
 def test_a_job_that_fits_no_gpu_is_marked_and_not_drawn(tmp_path, capsys, monkeypatch):
@@ -124,16 +124,16 @@ def test_a_job_that_fits_no_gpu_is_marked_and_not_drawn(tmp_path, capsys, monkey
     assert max(map(len, printed.splitlines())) <= 120
     assert " domains " in printed and " nodes " not in printed
     said = " ".join(printed.replace("\n#", "").split())
-    assert "deepseek_v3 does not fit 64 GPUs, for weights, gradients and optimizer state take 2" in said
+    assert "deepseek_v3 does not fit 64 GPUs, for they take 2" in said
     fewest = int(re.search(r"TP 8 are (\d+): give --gpus \1 or more", said)[1])
     rows = json.loads(out.read_text())["rows"]
-    assert [(r["gpus"], r["fits"]) for r in rows] == [(64, False), (512, True)] * 2 and 64 < fewest <= 512
+    assert [(r["gpus"], r["fits"]) for r in rows] == [(64, False), (2048, True)] * 2 and 64 < fewest <= 2048
     for row in rows:
         assert all((row[name] is None) != row["fits"] for name in ("step_s", "tokens_per_s", "speedup", "efficiency"))
-        assert (row["memory_bytes"] <= 180e9) == row["fits"]
+        assert (row["memory_bytes"] <= 162e9) == row["fits"]
     marked = [words for words in rows_of(printed) if words[-3:] == ["does", "not", "fit"]]
     assert len(marked) == 2 and all(words[4:10] == ["-"] * 6 for words in marked)
-    assert [list(line.get_xdata()) for line in drawn[0].axes[0].lines] == [[512]] * 2, "one size has no ideal line"
+    assert [list(line.get_xdata()) for line in drawn[0].axes[0].lines] == [[2048]] * 2, "one size has no ideal line"
 
 
 @pytest.mark.parametrize("mode", ["weak", "strong", "both"])
@@ -162,7 +162,8 @@ def test_a_picture_says_ranks_of_cpus_and_hides_no_line(tmp_path, monkeypatch, c
     assert main(["report", "scaling", *jobs, "--plot", str(tmp_path)]) == EXIT_OK
     assert main(["report", "scaling", jobs[0], "--plot", str(tmp_path)]) == EXIT_OK
     assert (
-        main(["report", "scaling", "--simulate", "qwen3_30b_a3b", "--gpus", "8,16", "--plot", str(tmp_path)]) == EXIT_OK
+        main(["report", "scaling", "--simulate", "qwen3_30b_a3b", "--gpus", "32,64", "--plot", str(tmp_path)])
+        == EXIT_OK
     )
     several, one, simulated = kept
     assert [panel.get_xlabel() for panel in kept] == ["ranks", "ranks", "GPUs"]
@@ -190,8 +191,8 @@ def test_a_picture_says_ranks_of_cpus_and_hides_no_line(tmp_path, monkeypatch, c
         (["--simulate", "deepseek_v3", "--gpus", "8,16"], "--gpus 8,16: deepseek_v3 does not fit 8, 16 GPUs"),
         (["--simulate", "deepseek_v3", "--gpus", "8,16"], "give a larger --ep, --pp or --tensor"),
         (
-            ["--simulate", "qwen3_30b_a3b", "--gpus", "4", "--ep", "4"],
-            "with EP 4, PP 1 and TP 1 are 16: give --gpus 16",
+            ["--simulate", "qwen3_30b_a3b", "--gpus", "8", "--ep", "8"],
+            "with EP 8, PP 1 and TP 1 are 24: give --gpus 24",
         ),
         (
             ["--simulate", "qwen3_30b_a3b", "--gpus", "12"],
@@ -266,9 +267,13 @@ def test_the_names_of_launch_are_understood(tmp_path, capsys):
     )}  # fmt: skip
     assert by["--dispatcher a2a"] == by["--dispatcher alltoall"] and "  alltoall, bf16" in by["--dispatcher a2a"][0]
     for given, counted in (("selective", "none"), ("mla_up_proj,moe", "moe")):
-        assert f"recompute {given} (counted: {counted})" in by[f"--recompute {given}"][0]
-        assert by[f"--recompute {given}"][1] == by[f"--recompute {counted}"][1]
-    assert by["--recompute moe"][1] != by[""][1] and by["--num-sms 0"] == by[""]
+        assert f"recompute {given} (time counted: {counted})" in by[f"--recompute {given}"][0]
+        rows, others = (by[f"--recompute {words}"][1] for words in (given, counted))
+        assert [row["step_s"] for row in rows] == [row["step_s"] for row in others]
+        assert (rows[0]["memory_bytes"] < others[0]["memory_bytes"]) == (given == "selective")
+    assert (
+        by["--recompute moe"][1] != by[""][1] and by["--recompute selective"] == by[""] and by["--num-sms 0"] == by[""]
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ COMMANDS = [
     "simulate --recommend qwen3_30b_a3b --gpus 32 --cluster gb200_nvl36 --ep 8 --tokens 8192",
     "simulate --move auto --cluster h100_8x400g --tokens 256",
     "report scaling --simulate mixtral_8x7b",
-    "report scaling --simulate deepseek_v3 --gpus 256,1024 --ep 64 --pp 4 --mode strong",
+    "report scaling --simulate deepseek_v3 --gpus 256,1024 --ep 64 --pp 4 --mode strong --cluster gb200_nvl72",
     "balance report {folder}/loads.jsonl",
     "balance report {folder}/loads.jsonl --ep 2 --spare-slots 1 --per-expert --sources",
     "balance plan {folder}/loads.jsonl --ep 2 --num-slots 66 -o {folder}/plan.yaml",

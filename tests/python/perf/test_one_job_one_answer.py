@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
+from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
 from hybrid_ep import cli
-from hybrid_ep.perf import recommend, step_time
+from hybrid_ep.cli.report import command as report
+from hybrid_ep.cli.simulate import job as job_flags
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import memory as counted
+from hybrid_ep.perf import models, recommend, stages, step_time
 from recipes import CLUSTER_RECIPES, cluster_summary, memory
 from recipes.hardware import HARDWARE
 
@@ -29,7 +36,7 @@ def answered(line, verb, tmp_path):
     return json.loads((tmp_path / "r.json").read_text())
 
 
-A_PLAN = recommend.Plan(8, 1, 8, 24, 16, "bf16", "tokens", 1.0, 1.0, 1000.0, 1.0, "")
+A_PLAN = recommend.Plan(8, 1, 8, 24, 16, "bf16", "tokens", 1.0, 1.0, 1000.0, 1.0, 1.0, 1, 1, 8, "", "")
 
 
 def line_of(said, start):
@@ -46,34 +53,170 @@ def test_launch_report_and_recommend_agree(name, hardware, tmp_path, capsys, mon
     row = reported(line_of(said, "the same by another verb: "), tmp_path)
     yours = answered(line_of(said, "among other layouts: "), "simulate --recommend", tmp_path)["yours"]
     assert yours["step_s"] == row["step_s"] and yours["tokens_per_s_per_gpu"] == row["tokens_per_s_per_gpu"]
-    assert row["fits"] and row["memory_bytes"] == 1e9 * yours["state_gb"]
-    assert f"{row['step_s']:.2f} s with " in capsys.readouterr().out
+    need = memory.check_fits(run)
+    assert row["fits"] and yours["fits"]
+    assert row["memory_bytes"] == need.total and row["state_bytes"] == need.state
+    assert yours["memory_gb"] == need.total / 1e9 and yours["state_gb"] == need.state / 1e9
+    out = capsys.readouterr().out
+    assert f"{row['step_s']:.2f} s with " in out
+    said_of = dict(re.findall(r"^  (state|total) +([\d.]+) GB$", cluster_summary.describe(run), re.M))
+    of_report, of_yours = (next(x for x in out.splitlines() if x.startswith(w)).split() for w in ("   weak", "yours"))
+    assert of_report[-2:] == [said_of["total"], said_of["state"]]
+    assert of_yours[-2:] == [said_of["state"], said_of["total"]]
     assert row["step_s"] == step_time.step(cluster_summary.job_of(run)).seconds
     assert f"step time: {row['step_s']:.2f} s" in said
     assert row["tokens_per_step"] == pytest.approx(run.global_batch_size * run.seq_length)
 
 
-@pytest.mark.parametrize("change", [{}, {"tensor": 2}, {"tensor": 8}, {"precision": "fp8"}, {"precision": "mxfp8"}])
-def test_memory_of_state_is_what_launch_counts(change):
-    """One pipeline stage, so that the fullest is the average one."""
-    run = CLUSTER_RECIPES["qwen3_30b_a3b"]("b200_8x400g").derive(pipeline=1, virtual_pipeline=1, **change)
-    need = memory.per_gpu(run)
-    launched = (need.weights + need.gradients + need.optimizer) / 1e9
-    assert recommend.state_gb(cluster_summary.job_of(run)) == pytest.approx(launched, rel=0.02)
+PLAIN = {"pipeline": 1, "virtual_pipeline": 1, "pipeline_layout": "", "overlap": False}
+CHANGES = [
+    {"tensor": 2},
+    {"precision": "fp8", "fp8_params": "yes"},
+    {"precision": "fp8", "moments": "bf16"},
+    {"precision": "bf16", "moments": "fp32"},
+    {"precision": "mxfp8", "fp8_params": "no"},
+    {"dispatch_dtype": "fp8", "micro_batch_size": 2},
+    {"dispatcher": "alltoall"},
+    {"recompute": "none"},
+    {"recompute": "moe,layernorm", "overlap": False},
+    {"recompute": "full", "overlap": False},
+    {"recompute": "core_attn"},
+    PLAIN,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+@pytest.mark.parametrize("name", CLUSTER_RECIPES)
+def test_a_changed_run_has_one_memory_in_all_verbs(name, change):
+    """Through the command that launch prints: its flags say all that memory depends on."""
+    run = CLUSTER_RECIPES[name]("b200_8x400g").derive(**change)
+    args = parsed(job_flags.command_of(cluster_summary.job_of(run)))
+    asked = job_flags.from_flags(args, args.simulate, run.num_gpus)
+    assert counted.per_gpu(asked) == memory.per_gpu(run)
+    assert counted.budget_bytes(asked.cluster) == memory.budget_bytes(run)
+
+
+def parsed(command):
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    return parser.parse_args(shlex.split(command)[2:])
+
+
+def test_state_is_counted_on_the_fullest_stage_with_moments_and_8_bit_weights():
+    """By hand, from the fullest stage's parameters: the average of the stages is another number."""
+    run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
+    job = cluster_summary.job_of(run)
+    dense, experts = counted.parameters(job)[0]
+    state = (2 + 4) * (dense + experts) + 8 * (-(-dense // 64) + experts)
+    assert counted.per_gpu(job).state == state == 67_011_071_904
+    plain = replace(job, moments="fp32", fp8_params="no")
+    assert counted.per_gpu(plain).state == state + 2 * (dense + experts) + 4 * (-(-dense // 64) + experts)
+
+
+def plans_of(run, **more):
+    asked = {"dtype": run.precision, "moments": run.moments, "overlap": 0.9 if run.overlap else 0.0, **more}
+    job = cluster_summary.job_of(run)
+    asked |= {"recompute": job.recompute, "recompute_modules": job.recompute_modules}
+    asked |= {"batches": Fraction(job.micro_batches, job.pp * job.tensor), "tokens": job.tokens * job.tensor}
+    return recommend.recommend(job.model, job.cluster, run.num_gpus, **asked)
+
+
+@pytest.mark.parametrize("name, hardware", VARIANTS)
+def test_launch_takes_every_plan_of_recommend_with_the_same_memory(name, hardware, monkeypatch):
+    """Also that the batch is the run's. No plan is timed here, so that all are looked at, not the fastest five."""
+    monkeypatch.setattr(recommend, "step", lambda _: step_time.Step(1.0, 1.0, 1.0, 1.0, {}))
+    monkeypatch.setattr(recommend, "_tune_sms", lambda *_: 8)
+    run = CLUSTER_RECIPES[name](hardware)
+    plans = plans_of(run, top=1000)
+    moved = [p for p in plans if p.move == "tokens"]
+    assert moved
+    for plan in moved:
+        made = launched(run, plan)
+        need = memory.check_fits(made)
+        assert (need.state / 1e9, need.total / 1e9) == (plan.state_gb, plan.memory_gb)
+        assert made.num_microbatches == plan.micro_batches
+    assert all(p.memory_gb * 1e9 <= memory.budget_bytes(run) for p in plans)
+
+
+def launched(run, plan):
+    return run.derive(
+        tensor=plan.tensor,
+        pipeline=plan.pp,
+        virtual_pipeline=plan.virtual_pp,
+        expert=plan.ep,
+        pipeline_layout=plan.layout,
+        dispatch_dtype=plan.dispatch_dtype,
+    )
+
+
+def test_what_launch_refuses_is_no_plan():
+    """The layout that stood first, with 38 GB of state: activations make it 120 GB."""
+    run = CLUSTER_RECIPES["qwen3_235b_a22b"]("h100_8x400g").derive(overlap=False)
+    with pytest.raises(ValueError, match=r"needs 120\.0 GB .* over the 72\.0 GB"):
+        memory.check_fits(run.derive(tensor=1, expert=8, pipeline=8, virtual_pipeline=4))
+    model, cluster = models.get("qwen3_235b_a22b"), clusters.get("h100_8x400g")
+    again = {"recompute_modules": ("layernorm", "moe_act")}
+    plans = recommend.recommend(model, cluster, 256, **again)
+    assert plans and (8, 8, 1) not in {(p.ep, p.pp, p.tensor) for p in plans}
+    for plan in plans:
+        assert plan.move != "tokens" or memory.check_fits(launched(run, plan))
+
+
+@pytest.mark.parametrize("model", models.MODELS.values(), ids=models.MODELS)
+@pytest.mark.parametrize("batches", [Fraction(1), Fraction(8), Fraction(3, 2), Fraction(1, 4)])
+def test_megatron_accepts_the_jobs_of_plans(model, batches):
+    cluster, found = clusters.get("gb200_nvl72"), 0
+    for ep, pp in recommend.candidates(model, cluster, 256):
+        for tensor in (1, 2, 4):
+            job = recommend.job_of(model, cluster, 256, ep, pp, tensor, batches=batches)
+            if job is None:
+                assert (batches * tensor * pp).denominator > 1 or batches * tensor < 1 or model.mtp_layers or pp == 32
+                continue
+            found += 1
+            assert job.micro_batches == batches * pp * tensor and job.micro_batches >= pp
+            assert job.virtual_pp == 1 or (pp > 1 and job.micro_batches % pp == 0)
+            assert job.layout or stages.splits(model.num_layers, pp * job.virtual_pp)
+            assert job.tokens * job.micro_batches * 256 // pp == 4096 * 256 * batches
+            assert all(chunk for rank in job.chunks for chunk in rank)
+    assert found
+
+
+def test_a_batch_of_yours_is_that_of_the_plans(tmp_path, capsys):
+    asked = ["simulate", "--recommend", "mixtral_8x7b", "--gpus", "64", "--json", str(tmp_path / "a.json")]
+    for yours, sequences, whose in (
+        ([], 512, "8 micro-batches a GPU, the default"),
+        (["--ep", "8", "--pp", "4", "--virtual-pp", "8", "--micro-batches", "64"], 1024, "yours"),
+        (["--ep", "8", "--pp", "4", "--tensor", "2", "--tokens", "2048", "--micro-batches", "64"], 512, "yours"),
+    ):
+        assert cli.main([*asked, *yours]) == 0
+        document, out = json.loads((tmp_path / "a.json").read_text()), " ".join(capsys.readouterr().out.split())
+        assert document["tokens_per_step"] == 4096 * sequences
+        assert f"a step of {sequences:,} sequences of 4096 ({whose})" in out.replace("# ", "")
+        assert {p["micro_batches"] * 64 / p["pp"] / p["tensor"] for p in document["plans"]} == {sequences}
+
+
+def test_experts_that_are_recomputed_hide_no_exchange(capsys):
+    asked = ["simulate", "--recommend", "mixtral_8x7b", "--gpus", "64", "--overlap", "0.5", "--recompute", "full"]
+    assert cli.main(asked) == cli.EXIT_USAGE
+    assert "here --recompute full; give" in capsys.readouterr().err
 
 
 def test_recompute_that_counts_as_nothing_is_said_all_the_same(tmp_path, capsys):
     run = CLUSTER_RECIPES["deepseek_v3"]("h100_8x400g")
     said = cluster_summary.predict(run)
-    assert run.recompute == "selective" and recommend.STATE_HOLDS in said
+    assert run.recompute == "selective" and "--recompute" not in said, "the default of all verbs"
+    none = cluster_summary.predict(run.derive(recompute="none"))
+    modules = cluster_summary.predict(run.derive(recompute="mlp,layernorm"))
     for start in ("the same by another verb: ", "among other layouts: "):
-        assert "--recompute selective" in line_of(said, start)
+        assert "--recompute none" in line_of(none, start) and "--recompute mlp,layernorm" in line_of(modules, start)
     assert (
         reported(line_of(said, "the same by"), tmp_path)["step_s"]
         == step_time.step(cluster_summary.job_of(run)).seconds
     )
     out = capsys.readouterr().out
-    assert "recompute selective (counted: none)" in out and recommend.STATE_HOLDS.split(",")[0] in out
+    assert "recompute selective (time counted: none)" in out and counted.STATE_HOLDS in " ".join(
+        out.replace("#", "").split()
+    )
 
 
 def test_all_commands_that_launch_prints_are_of_the_hosts_asked_for():

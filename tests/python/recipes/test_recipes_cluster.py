@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_ep.perf import memory as counted
 from hybrid_ep.perf.step_time import step
 from recipes import CLUSTER_RECIPES, get_recipe, megatron_arguments, memory, sbatch
 from recipes.cluster_summary import describe, job_of, predict
@@ -67,7 +68,7 @@ def test_stage_parameters_add_up_to_the_model():
     run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
     model = run.architecture
     mtp = model.moe_dense_params + model.mtp_extra_params + model.num_experts * model.expert_params
-    parts = [memory._parameters(run, rank) for rank in range(run.pipeline)]
+    parts = counted.parameters(job_of(run))
     assert sum(dense + experts * run.expert for dense, experts in parts) == model.total_params + mtp
 
 
@@ -328,7 +329,7 @@ def test_down_projections_of_latent_attention_are_whole_on_every_tensor_rank():
     one = run.derive(tensor=1, num_hosts=64)
     rank = 3  # layers with experts alone
     layers = "".join(run.stages()[rank]).count("t")
-    dense, halved = (memory._parameters(r, rank)[0] for r in (one, run))
+    dense, halved = (counted.parameters(job_of(r))[rank][0] for r in (one, run))
     whole = m.hidden_size * (m.q_lora_rank + m.kv_lora_rank + m.rope_head_dim) + m.q_lora_rank + m.kv_lora_rank
     whole += 2 * m.hidden_size + m.hidden_size * m.num_experts + m.num_experts
     assert "".join(run.stages()[rank]) == "t" * layers and halved == (dense - layers * whole) // 2 + layers * whole

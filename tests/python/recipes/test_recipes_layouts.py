@@ -9,7 +9,7 @@ import sys
 import pytest
 from docs_pages import ROOT
 
-from hybrid_ep.perf import recommend, step_time
+from hybrid_ep.perf import recommend, stages, step_time
 from recipes import CLUSTER_RECIPES, layouts, memory
 from recipes.cluster_summary import describe, job_of
 from recipes.hardware import HARDWARE
@@ -111,7 +111,7 @@ def test_more_recompute_is_taken_only_where_less_does_not_fit():
 @pytest.mark.parametrize("chunks", [2, 4, 8, 16, 32, 64])
 def test_equal_chunks_hold_the_whole_model(chunks):
     run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
-    text = layouts.equal_chunks(run, chunks)
+    text = stages.equal_layout(61, 1, chunks)
     assert text.replace("|", "") == "E" + "t" * 61 + "mL" and text.count("|") == chunks - 1
     written = {16: "Et*4|(tttt|)*14tmL", 32: "Et|(tt|)*30mL", 64: "E|(t|)*61m|L"}  # of published runs
     if chunks in written:
@@ -120,7 +120,7 @@ def test_equal_chunks_hold_the_whole_model(chunks):
         ]
         assert made[0].stages() == made[1].stages()
     with pytest.raises(ValueError, match="not 3 equal chunks"):
-        layouts.equal_chunks(run, 3)
+        stages.equal_layout(61, 1, 3)
 
 
 def test_the_command_prints_words_that_make_the_first(capsys):

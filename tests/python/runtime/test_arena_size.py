@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_ep.runtime import device_arena, options
+from hybrid_ep import buffer_sizes
 
 MIB = 1 << 20
 
@@ -17,7 +17,7 @@ def shape(tokens: int, hidden: int = 7168, topk: int = 8) -> dict[str, int]:
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 2048, 3120, 4096, 5120, 8192, 9362, 10_000, 20_000])
 def test_a_part_of_the_default_holds_a_result_of_its_stream_or_there_is_none(tokens, streams):
     one = tokens * 8 * 2 * 7168
-    whole = options.default_arena_bytes(shape(tokens), streams)
+    whole = buffer_sizes.default_arena_bytes(shape(tokens), streams)
     assert whole <= 1024 * MIB and (whole == 0) == (streams * one > 1024 * MIB)
     assert whole == 0 or whole // streams >= one
     assert whole in (0, min(streams * 5 * one // 2, 1024 * MIB))
@@ -26,7 +26,7 @@ def test_a_part_of_the_default_holds_a_result_of_its_stream_or_there_is_none(tok
 @pytest.mark.parametrize("streams", [1, 2, 8])
 @pytest.mark.parametrize("wanted", [0, 1, 10 * MIB, 10 * MIB + 1, 333 * MIB])
 def test_parts_are_what_torch_takes_whole(wanted, streams):
-    whole = device_arena.whole_bytes(wanted, streams)
+    whole = buffer_sizes.whole_bytes(wanted, streams)
     part = whole // streams
     assert whole >= wanted and whole == part * streams and (whole == 0) == (wanted == 0)
     assert wanted == 0 or (part >= 10 * MIB and part % (2 * MIB) == 0)

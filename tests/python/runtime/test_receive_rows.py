@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_ep.buffer_sizes import first_recv_rows, recv_capacity
 from hybrid_ep.errors import CapacityError
-from hybrid_ep.runtime.options import first_recv_rows, recv_capacity
 from hybrid_ep.testing import VirtualWorld
 
 RANKS, TOKENS, HIDDEN, TOPK = 20, 4, 16, 2

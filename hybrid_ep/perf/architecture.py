@@ -85,6 +85,13 @@ class Architecture:
             return whole + self.hidden_size * (latents + self.rope_head_dim) + latents
         return whole + (2 * self.head_dim if self.qk_layernorm else 0)
 
+    def whole_params(self, mtp_layers: int) -> int:
+        """Of the whole model with so many layers of multi-token prediction, those that tensor parallelism leaves whole
+        on every rank."""
+        routers = self.num_layers - self.num_dense_layers + mtp_layers
+        norms = self.hidden_size * (1 + 3 * mtp_layers)  # before the output layer, and of multi-token prediction
+        return (self.num_layers + mtp_layers) * self.replicated_params + routers * self.router_params + norms
+
     @property
     def router_params(self) -> int:
         """Of one MoE layer."""
@@ -124,3 +131,106 @@ class Architecture:
         """That one token meets: top-k experts in place of all."""
         moe = self.num_layers - self.num_dense_layers
         return self.total_params - moe * (self.num_experts - self.topk) * self.expert_params
+
+
+ARCHITECTURES = {
+    a.name: a
+    for a in (
+        Architecture(
+            name="deepseek_v3",
+            source="huggingface.co/deepseek-ai/DeepSeek-V3 config.json; bias, loss, initialisation, moments: "
+            "arXiv 2412.19437, sections 3.3 and 4.2",
+            num_layers=61,
+            num_dense_layers=3,
+            hidden_size=7168,
+            ffn_hidden_size=18432,
+            moe_ffn_hidden_size=2048,
+            num_experts=256,
+            topk=8,
+            vocab_size=129280,
+            num_attention_heads=128,
+            head_dim=128,
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            rope_head_dim=64,
+            shared_ffn_hidden_size=2048,
+            num_mtp_layers=1,
+            score_function="sigmoid",
+            router_num_groups=8,
+            router_group_topk=4,
+            topk_scaling_factor=2.5,
+            expert_bias=True,
+            aux_loss="seq_aux_loss",
+            aux_loss_coeff=1e-4,
+            qk_layernorm=True,
+            init_method_std=0.006,
+            rope_factor=40.0,
+            rope_mscale=1.0,
+            rope_mscale_all_dim=1.0,
+        ),
+        Architecture(
+            name="qwen3_235b_a22b",
+            source="huggingface.co/Qwen/Qwen3-235B-A22B config.json; global-batch balance: arXiv 2505.09388, section 2",
+            num_layers=94,
+            num_dense_layers=0,
+            hidden_size=4096,
+            ffn_hidden_size=12288,
+            moe_ffn_hidden_size=1536,
+            num_experts=128,
+            topk=8,
+            vocab_size=151936,
+            num_attention_heads=64,
+            num_query_groups=4,
+            head_dim=128,
+            qk_layernorm=True,
+            rotary_base=1_000_000,
+            max_positions=40960,
+            aux_loss="global_aux_loss",
+        ),
+        Architecture(
+            name="qwen3_30b_a3b",
+            source="huggingface.co/Qwen/Qwen3-30B-A3B config.json; global-batch balance: arXiv 2505.09388, section 2",
+            num_layers=48,
+            num_dense_layers=0,
+            hidden_size=2048,
+            ffn_hidden_size=6144,
+            moe_ffn_hidden_size=768,
+            num_experts=128,
+            topk=8,
+            vocab_size=151936,
+            num_attention_heads=32,
+            num_query_groups=4,
+            head_dim=128,
+            qk_layernorm=True,
+            rotary_base=1_000_000,
+            max_positions=40960,
+            aux_loss="global_aux_loss",
+        ),
+        Architecture(
+            name="mixtral_8x7b",
+            source="huggingface.co/mistralai/Mixtral-8x7B-v0.1 config.json",
+            num_layers=32,
+            num_dense_layers=0,
+            hidden_size=4096,
+            ffn_hidden_size=14336,
+            moe_ffn_hidden_size=14336,
+            num_experts=8,
+            topk=2,
+            vocab_size=32000,
+            num_attention_heads=32,
+            num_query_groups=8,
+            head_dim=128,
+            rotary_base=1_000_000,
+            max_positions=32768,
+            norm_epsilon=1e-5,
+            aux_loss_coeff=2e-2,
+        ),
+    )
+}
+
+
+def get(name: str) -> Architecture:
+    """The architecture of that name; ValueError lists those there are."""
+    if name not in ARCHITECTURES:
+        raise ValueError(f"model={name!r}: use one of {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]
