@@ -436,3 +436,21 @@ def test_flow_is_deterministic():
         return model.predict("combine", Shape(16, 8, 256, 512, 4, 32), H100, num_sms=3).timeline
 
     assert line().spans == line().spans and isinstance(line(), flow.Timeline)
+
+
+@pytest.mark.parametrize(("virtual_pp", "overlap", "in_flight"), [(1, 0.0, 4), (1, 0.9, 5), (2, 0.0, 11), (2, 0.9, 12)])
+def test_activations_are_those_of_the_micro_batches_in_flight(virtual_pp, overlap, in_flight):
+    """Of the first of four stages: 1F1B keeps one micro-batch a stage behind it, interleaved 2 x 3 + 4 + 1 chunks; an
+    overlapped exchange one more. All are in flight at once where a step has fewer."""
+    mixtral = models.get("mixtral_8x7b")
+    job = Job(mixtral, H100, 64, 8, 4, virtual_pp, micro_batches=32, overlap=overlap)
+    chunk = 32 // 4 // virtual_pp * 4096 * memory.bytes_per_token(mixtral.architecture)
+    assert memory.activations(job, 0) == in_flight * chunk
+    assert memory.activations(replace(job, micro_batches=1), 0) == virtual_pp * chunk
+    again = replace(job, recompute="full")
+    kept, working = 2 * 4096, memory.bytes_per_token(mixtral.architecture)
+    layers = 32 // 4 // virtual_pp
+    assert memory.activations(again, 0) == 4096 * (in_flight * layers * kept + working - kept)
+    logits = 4096 * 32000 * (2 + 4)
+    last = memory.activations(job, 3) - logits
+    assert last % chunk == 0 and last < in_flight * chunk

@@ -156,3 +156,13 @@ def test_what_recipes_ship_has_the_fewest_sms_of_nearly_the_fastest_exchange(nam
     for hardware in HARDWARE:
         job = job_of(CLUSTER_RECIPES[name](hardware))
         assert job.num_sms == recommend.tuned(job).num_sms, hardware
+
+
+def test_virtual_stages_need_a_pipeline_and_micro_batches_that_it_divides():
+    """As Megatron's interleaved schedule does at its start."""
+    assert MIXTRAL.virtual_pipeline > 1 and MIXTRAL.pipeline == 4
+    with pytest.raises(ValueError, match=r"global_batch_size=80: gives 5 micro-batches; .* a multiple of pipeline=4"):
+        MIXTRAL.derive(global_batch_size=80)
+    assert MIXTRAL.derive(global_batch_size=80, virtual_pipeline=1).num_microbatches == 5
+    with pytest.raises(ValueError, match="virtual_pipeline=8: one pipeline stage has no virtual ones; use 1"):
+        MIXTRAL.derive(pipeline=1)
