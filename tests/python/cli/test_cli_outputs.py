@@ -15,7 +15,7 @@ from hybrid_ep.cli import EXIT_OK, UsageError, outputs, progress
 RUNS = {
     "simulate": ["simulate", "--engine", "model", "--nodes", "2"],
     "bench": ["bench", "--backend", "sim", "--tokens", "64", "--experts", "64"],
-    "report": ["report", "scaling", "--simulate", "qwen3_30b_a3b", "--gpus", "8,16"],
+    "report": ["report", "scaling", "--simulate", "qwen3_30b_a3b", "--gpus", "32,64"],
 }
 
 

@@ -21,7 +21,7 @@ COMMANDS = [
     "simulate --engine model --nodes 2",
     "simulate --sources --cluster gb300_nvl72",
     "simulate --recommend deepseek_v3 --gpus 256",
-    "simulate --recommend qwen3_30b_a3b --gpus 32 --cluster gb200_nvl36 --ep 8 --tokens 8192",
+    "simulate --recommend qwen3_30b_a3b --gpus 32 --cluster gb200_nvl36 --ep 8 --tokens 1024",
     "simulate --move auto --cluster h100_8x400g --tokens 256",
     "report scaling --simulate mixtral_8x7b",
     "report scaling --simulate deepseek_v3 --gpus 256,1024 --ep 64 --pp 4 --mode strong --cluster gb200_nvl72",
