@@ -21,7 +21,7 @@ class CoreTime(NamedTuple):
 def now() -> CoreTime | None:
     """Of the calling thread; None where the system does not say (anything but Linux)."""
     try:
-        queued = int(_SCHEDSTAT.read_text().split()[1])
+        queued = int(_SCHEDSTAT.read_text().split()[1])  # its first number, of running, may be a scheduler's tick old
     except (OSError, IndexError, ValueError):
         return None
     return CoreTime(time.thread_time(), queued * 1e-9)
