@@ -68,7 +68,7 @@ class Ahead:
                 return
             except (Exception, SystemExit):
                 self.runner.show(traceback.format_exc())
-            self.runner.show(f"{time.monotonic() - start:.1f} s\n")
+            self.runner.show(f"{time.monotonic() - start:.1f} s, {self.runner.cpu_s:.1f} s of CPU\n")
 
     def _next(self):
         """The build to make now; none where all are made."""

@@ -309,18 +309,20 @@ def run_stage(ahead, end, shm, name, runner):
         result = function(runner)
     except StageTimeout:
         result = Result("FAILED", note=f"stopped after {limit_s:.0f} s")
-    result.seconds = time.monotonic() - start
+    result.seconds, result.cpu_s = time.monotonic() - start, runner.cpu_s
     return result
 
 
 def table(results, seconds):
     """The summary, one line a stage; seconds: that all took."""
-    lines = [f"{'stage':<15} {'result':<8} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}  note"]
+    lines = [
+        f"{'stage':<15} {'result':<8} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8} {'cpu s':>7}  note"
+    ]
     for name, result in results.items():
         counts = [str(n) for n in result.counts] if result.counts else ["-"] * 3
         lines.append(
             f"{name:<15} {result.status:<8} {counts[0]:>7} {counts[1]:>7} {counts[2]:>7} "
-            f"{result.seconds:>8.1f}  {result.note}".rstrip()
+            f"{result.seconds:>8.1f} {result.cpu_s:>7.1f}  {result.note}".rstrip()
         )
     failed = [name for name, result in results.items() if result.status == "FAILED"]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all stages passed"

@@ -13,6 +13,7 @@ class Result:
     counts: tuple[int, int, int] | None = None
     note: str = ""
     seconds: float = 0.0
+    cpu_s: float = 0.0  # what its commands took of all cores, without what was built ahead for it
 
 
 def result_of(status, report, note):

@@ -39,6 +39,7 @@ class Runner:
         self.within = []  # words before every command: what it runs in (own_shm)
         self.lock = threading.Lock()
         self.process, self.ended = None, False
+        self.cpu_s = 0.0  # of the commands that have ended, with all that these started and waited for
 
     def show(self, text):
         print(text, end="", flush=True)
@@ -90,16 +91,28 @@ class Runner:
         # A thread reads, so that a stray grandchild that keeps the pipe open cannot hold up the stage.
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
+        # So does one that waits and leaves the process to be waited for: who has waited cannot ask for its CPU time.
+        ends = threading.Thread(target=self.count_cpu, args=(process.pid,), daemon=True)
+        ends.start()
+        ends.join(max(1.0, self.deadline - time.monotonic()))
         try:
-            status = process.wait(max(1.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise StageTimeout from None
+            if ends.is_alive():
+                raise StageTimeout
+            status = process.wait()
         finally:
             end_group(process)
             reader.join(KILL_AFTER_S)
         if quiet and status:
             self.show("".join(lines))
         return status, last_line(lines)
+
+    def count_cpu(self, pid):
+        """Waits for the end of a process, which stays to be waited for."""
+        with contextlib.suppress(OSError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            # user, system, and both of the children that it has waited for; behind the name, which may hold anything
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            self.cpu_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
     def pytest(self, folder, marker="", more=(), name=None):
         """`name`: of its report, where two runs of a folder may be under way at once."""
@@ -173,6 +186,7 @@ def at_once(runner, *parts):
         finally:
             for late in runners[1:]:
                 runner.show("".join(late.said))
+                runner.cpu_s += late.cpu_s
 
 
 def own_shm():

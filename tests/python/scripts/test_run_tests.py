@@ -16,6 +16,7 @@ import build_ahead
 import build_cuda
 import cuda_packages
 import run_tests
+import stage_result
 import stage_runner
 import test_matrix
 
@@ -79,6 +80,22 @@ def test_parts_come_one_after_the_other_where_a_runner_has_one_core():
     assert stage_runner.at_once(stage_runner.Runner(False, cores=1), part, part) == [(1, None)] * 2
 
 
+BUSY = "import time\nwhile time.process_time() < 0.5: pass"
+
+
+def test_cpu_time_is_that_of_commands_and_of_what_they_start(monkeypatch):
+    """Whatever they sleep beside it, and however they run."""
+    child = f"import subprocess, sys, time; time.sleep(0.5); subprocess.run([sys.executable, '-c', {BUSY!r}])"
+    runner = stage_runner.Runner(False, 2)
+    runner.deadline = time.monotonic() + 60
+    stage_runner.at_once(runner, python(child), python(BUSY))
+    assert 1.0 <= runner.cpu_s <= 1.8
+    result = stage_result.Result("passed", cpu_s=runner.cpu_s)
+    head, row = run_tests.table({"cpp": result}, 1.0)[0].splitlines()[:2]
+    at = head.index("cpu s") + len("cpu s")
+    assert float(row[at - 7 : at]) == round(runner.cpu_s, 1)
+
+
 @pytest.mark.parametrize("cores", [1, 2])
 def test_programs_of_a_runner_are_as_many_at_once_as_its_cores(monkeypatch, cores):
     commands = []
@@ -139,7 +156,7 @@ def test_a_stage_waits_for_its_own_build_and_takes_over_what_is_not_begun(ahead,
     assert made[0] == "first"
     builds.thread.join(60)
     assert made == ["first", "third"]
-    assert (tmp_path / "third-ahead.log").read_text().endswith(" s\n")
+    assert (tmp_path / "third-ahead.log").read_text().endswith(" s, 0.0 s of CPU\n")
 
 
 def test_builds_ahead_give_way_until_a_stage_waits_for_them(ahead, tmp_path):
@@ -220,7 +237,7 @@ def test_what_stages_build_is_made_ahead_of_the_first_that_has_others_before_it(
 class StandInRunner:
     """Notes the commands of a stage; those that have one of the words in `failing` fail."""
 
-    cores = 2
+    cores, cpu_s = 2, 0.0
 
     def __init__(self, *failing, says=""):
         self.failing, self.says, self.commands, self.variables = failing, says, [], {}
