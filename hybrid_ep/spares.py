@@ -6,12 +6,12 @@ no host reads the plan, and nothing is allocated::
 
     slots = SpareSlots(group, spare_slots=1, num_owners=2, shapes=[(4096, 2048), (2048, 4096)], dtype=torch.bfloat16)
     routed = buffer.plan_clones(topk_idx=topk_idx)
-    slots.push(routed.plan, weights)       # [owners][matrices]
+    slots.push(routed.plan, weights)       # a tensor [num_owners, *shape] of each matrix
     ...                                    # the dispatch
     slots.wait()                           # from here on slots.weights hold the clones of this micro-batch
     ...                                    # experts and clones, forward and backward
     slots.gradients[n].copy_(...)          # of each stack of matrices
-    slots.collect(routed.plan, sums)       # [owners][matrices], fp32: clones' gradients are added to them
+    slots.collect(routed.plan, sums)       # likewise in fp32: clones' gradients are added to them
 
 `collect` is `start_collect` and `wait_collect`, for what a GPU computes meanwhile.
 """
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from hybrid_ep.runtime.signatures import GroupLike
 
 __all__ = ["SpareSlots"]
+
+Matrices = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]  # of all owners each; [owners][matrices]
 
 # Of a launch on a GPU of its own. A push copies in bulk, and a few SMs beside a dispatch's fill the links; a collection
 # loads: 64 blocks have a mebibyte on its way, what a link brings in one or two microseconds. Between nodes a third of
@@ -131,16 +133,12 @@ class SpareSlots:
             torch.cuda.current_stream(o.device).synchronize()  # zeros, before another rank's weights
         meet.exchange("spare slots are zeros", None)
 
-    def push(
-        self,
-        plan: ClonePlan | torch.Tensor,
-        weights: Sequence[Sequence[torch.Tensor]],
-        owners: ExpertOwners | None = None,
-    ) -> None:
+    def push(self, plan: ClonePlan | torch.Tensor, weights: Matrices, owners: ExpertOwners | None = None) -> None:
         """Starts to store weights of this rank's experts into the slots that the plan gives them. Collective.
 
-        plan: of plan_clones, or slot_expert int32 [ranks, spare_slots] on the device, the same on all ranks. weights
-        [owners][matrices] of dtype, contiguous at 16 bytes, which stay as they are until wait(). owners:
+        plan: of plan_clones, or slot_expert int32 [ranks, spare_slots] on the device, the same on all ranks. weights: a
+        tensor ``[num_owners, *shape]`` of each matrix, or tensors [owners][matrices], of which the host looks at each;
+        of dtype, contiguous at 16 bytes, and they stay as they are until wait(). owners:
         `hybrid_ep.balance.owners.Owners`, where experts live (default: in their order). On a host it returns when what
         this rank sends has arrived, and what comes to it along rails; on a GPU nobody waits.
 
@@ -151,8 +149,9 @@ class SpareSlots:
             if self._pushed is not None:
                 raise ValueError("push: the push before this one was not waited for; call wait() first")
             slot_expert, columns = self._plan(session, plan, owners)
-            table = spares.addresses(session, self._tables, "weights", weights, self._layout, self._layout.dtype, 16)
-            used = slot_expert, columns, table, *(x for one in weights for x in one)
+            dtype = self._layout.dtype
+            table, read = spares.addresses(session, self._tables, "weights", weights, self._layout, dtype, 16)
+            used = slot_expert, columns, table, *read
             self._fork(session, used)  # behind all that has used the slots so far, beside what comes now
             session.engine.push_weights(slot_expert, columns, table, self._num_blocks)
             self._pushed = used
@@ -171,21 +170,18 @@ class SpareSlots:
                 for used in (slot_expert, columns):
                     used.record_stream(torch.cuda.current_stream(device))
 
-    def collect(
-        self, plan: ClonePlan | torch.Tensor, sums: Sequence[Sequence[torch.Tensor]], owners: ExpertOwners | None = None
-    ) -> None:
+    def collect(self, plan: ClonePlan | torch.Tensor, sums: Matrices, owners: ExpertOwners | None = None) -> None:
         """Adds the gradients of clones, which lie in `gradients` of the ranks that hold them, to their owners' sums:
         in fp32, those of a node summed in the order of the plan, (rank, slot) ascending: first those of the nodes
         behind the owner's, one after the other, then those of its own. Collective.
 
-        sums fp32 [owners][matrices], contiguous. plan, owners: of the push. `gradients` are used up: ranks form sums of
-        several clones in them. Behind it they may be written again. Raises ValueError, DeadlineError."""
+        sums: as the weights of a push, but in fp32, contiguous. plan, owners: of the push. `gradients` are used up:
+        ranks form sums of several clones in them. Behind it they may be written again. Raises ValueError,
+        DeadlineError."""
         self.start_collect(plan, sums, owners)
         self.wait_collect()
 
-    def start_collect(
-        self, plan: ClonePlan | torch.Tensor, sums: Sequence[Sequence[torch.Tensor]], owners: ExpertOwners | None = None
-    ) -> None:
+    def start_collect(self, plan: ClonePlan | torch.Tensor, sums: Matrices, owners: ExpertOwners | None = None) -> None:
         """Starts what collect() does; on a GPU of its own it runs beside what the caller's stream has next, until
         wait_collect(). Till then `gradients` and `sums` are the kernels'. Collective. Raises ValueError, DeadlineError.
         """
@@ -197,8 +193,8 @@ class SpareSlots:
                     "start_collect: the collection before this one was not waited for; call wait_collect()"
                 )
             slot_expert, columns = self._plan(session, plan, owners)
-            table = spares.addresses(session, self._tables, "sums", sums, self._layout, torch.float32, 4)
-            used = slot_expert, columns, table, *(x for one in sums for x in one)
+            table, written = spares.addresses(session, self._tables, "sums", sums, self._layout, torch.float32, 4)
+            used = slot_expert, columns, table, *written
             self._fork(session, used)  # behind the caller's stream, which wrote the gradients
             session.engine.collect_gradients(slot_expert, columns, table, self._collect_blocks)
             self._collecting = used

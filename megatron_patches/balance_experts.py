@@ -48,6 +48,10 @@ class ExpertWeights:
         """That matrix, as it is in force now: optimizers re-point parameters."""
         return self.part(self.place(slot, n)[0].detach(), slot, n)
 
+    def matrices(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> Sequence[Any]:
+        """of(parameter) of its parameters, as `hybrid_ep.spares.SpareSlots` takes matrices."""
+        raise NotImplementedError
+
     def part(self, like_owner: torch.Tensor, slot: int, n: int) -> torch.Tensor:
         """The elements of matrix n in a tensor of its parameter's shape (a gradient, say), as a view [*shapes[n]]."""
         first = self.place(slot, n)[1]
@@ -72,6 +76,10 @@ class SequentialWeights(ExpertWeights):
     def place(self, slot: int, n: int) -> tuple[torch.nn.Parameter, int]:
         module, name = self._homes[slot][n]
         return getattr(module, name), 0
+
+    def matrices(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> Sequence[Any]:
+        """As the base class: each by itself."""
+        return [[of(getattr(module, name)) for module, name in homes] for homes in self._homes]
 
     def run(
         self,
@@ -121,6 +129,10 @@ class StackedWeights(ExpertWeights):
 
     def place(self, slot: int, n: int) -> tuple[torch.nn.Parameter, int]:
         return getattr(self.grouped, self._names[n]), slot * self.sizes[n]
+
+    def matrices(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> Sequence[Any]:
+        """As the base class: all owners' in a stack."""
+        return [of(owner) for owner in self.owners]
 
     def run(
         self,

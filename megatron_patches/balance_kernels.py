@@ -155,10 +155,7 @@ class KernelCloneExperts(CloneExperts):
     def start_push(self, work: Any, bank: Bank) -> Pushed:
         """Send my experts' weights to their clones. What it returns waits for those of my slots."""
         assert isinstance(bank, RegisteredBank)
-        weights = self.weights
-        matrices = range(len(weights.sizes))
-        mine = [[_aligned(weights.weight(slot, n)) for n in matrices] for slot in range(weights.num_owners)]
-        bank.spares.push(work.slot_expert, mine, self.manager.owners)
+        bank.spares.push(work.slot_expert, self.weights.matrices(_aligned), self.manager.owners)
         return bank.spares
 
     def may_clone(self, plan: MicrobatchPlan) -> bool:
@@ -175,15 +172,12 @@ class KernelCloneExperts(CloneExperts):
         made = {owner: torch.zeros_like(owner, dtype=torch.float32) for owner, total in sums.items() if total is None}
         left = [owner for owner in made if owner.requires_grad]
         totals = {owner: made[owner] if total is None else total for owner, total in sums.items()}
-        targets = []
-        for slot in range(weights.num_owners):
-            owners = [weights.place(slot, n)[0] for n in range(len(weights.sizes))]
-            targets.append([weights.part(totals[owner], slot, n) for n, owner in enumerate(owners)])
         if left and self.stacks[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "clones' gradients of parameters without main_grad in fp32 are given to autograd by a plan that the "
                 "host reads, which a CUDA graph cannot: give --accumulate-allreduce-grads-in-fp32"
             )
+        targets = weights.matrices(lambda owner: totals[owner].view_as(owner))
         self.spares.start_collect(work.slot_expert, targets, self.manager.owners)
         cloned = self._cloned(work.plan) if left else set()
         given = {owner: total for owner, total in made.items() if owner in cloned}
@@ -199,6 +193,7 @@ class KernelCloneExperts(CloneExperts):
         return found
 
 
-def _aligned(weight: torch.Tensor) -> torch.Tensor:
+def _aligned(weight: torch.nn.Parameter) -> torch.Tensor:
     """As bulk copies read it; optimizers' buffers put parameters at multiples of 16 bytes already."""
-    return weight if weight.is_contiguous() and weight.data_ptr() % 16 == 0 else weight.clone()
+    fits = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    return weight if fits else weight.detach().clone(memory_format=torch.contiguous_format)

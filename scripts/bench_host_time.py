@@ -137,8 +137,8 @@ class Group:
         self.common = dict(hidden=self.x, topk_idx=self.idx, topk_weights=self.weights, num_of_experts=num_experts)
         if kind == "clones":
             self.slots = lone_slots(0, num_ranks)
-            self.experts = [[torch.zeros(m, dtype=torch.bfloat16) for m in MATRICES] for _ in range(EXPERTS_PER_RANK)]
-            self.sums = [[torch.zeros(m, dtype=torch.float32) for m in MATRICES] for _ in range(EXPERTS_PER_RANK)]
+            self.experts = [torch.zeros(EXPERTS_PER_RANK, *m, dtype=torch.bfloat16) for m in MATRICES]
+            self.sums = [torch.zeros(EXPERTS_PER_RANK, *m, dtype=torch.float32) for m in MATRICES]
         if kind in ("cached", "combine"):
             self.rows, *_, self.handle = self.blocking()
 

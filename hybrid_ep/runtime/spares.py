@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -34,9 +35,14 @@ class SpareLayout:
     within_node: bool = False  # clones lie on their owners' nodes
     gradients: bool = True  # False: weights alone
 
-    @property
+    @functools.cached_property
     def sizes(self) -> list[int]:
         return [math.prod(shape) for shape in self.shapes]
+
+    @functools.cached_property
+    def stacked_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a matrix of all owners."""
+        return tuple((self.num_owners, *shape) for shape in self.shapes)
 
     @property
     def num_bytes(self) -> int:
@@ -153,40 +159,77 @@ def addresses(
     slots: SpareLayout,
     dtype: torch.dtype,
     alignment: int,
-) -> torch.Tensor:
-    """int64 [owners, matrices] on the device: of experts' matrices, made once for the same tensors. ValueError."""
-    device = session.options.device
-    wanted = (
-        f"give {len(slots.shapes)} of each of the {slots.num_owners} experts of this rank, in the order of their slots"
-    )
-    try:
-        matrices = [len(one) for one in given]
-    except TypeError:
-        raise ValueError(f"{name} is {validation.describe(given)}, no matrices by expert; {wanted}") from None
-    if matrices != [len(slots.shapes)] * slots.num_owners:
-        raise ValueError(f"{name} has {matrices} matrices of {len(matrices)} experts; {wanted}")
-    key = []
-    for expert, one in enumerate(given):
-        for n, (x, shape) in enumerate(zip(one, slots.shapes, strict=True)):
-            which = f"{name}[{expert}][{n}]"
-            if not isinstance(x, torch.Tensor) or x.dtype != dtype or tuple(x.shape) != shape or x.device != device:
-                raise ValueError(f"{which} is {validation.describe(x)}; give {dtype} {list(shape)} on {device}")
-            if x.is_neg():  # the kernels read and write what lies in memory, where the sign is not carried out
-                raise ValueError(f"{which} is a view of the negative of its memory; give it as .resolve_neg()")
-            address = require_memory(which, x)
-            if not x.is_contiguous() or address % alignment:
-                raise ValueError(
-                    f"{which} is not contiguous from an address that is a multiple of {alignment} bytes; "
-                    "give it as .clone(memory_format=torch.contiguous_format)"
-                )
-            key.append(address)
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(int64 [owners, matrices] on the device, made once for the same tensors; those tensors): of experts' matrices,
+    each by itself, or those of all owners in a stack. ValueError."""
+    tensors, stacked = _matrices(name, given, slots)
+    shapes = slots.stacked_shapes if stacked else slots.shapes * slots.num_owners
+    how, key = (dtype, session.options.device, alignment), [dtype.itemsize if stacked else 0]
+    for n, (x, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        address = _address(x, shape, *how)
+        if address == 0:
+            expert, matrix = divmod(n, len(slots.shapes))
+            _refuse(f"{name}[{n}]" if stacked else f"{name}[{expert}][{matrix}]", x, shape, *how)
+        key.append(address)
     known = tables.get(tuple(key))
     if known is None:
         if len(tables) >= _MOST_TABLES and not session.captured:
             tables.clear()
-        known = torch.tensor(key, dtype=torch.int64, device="cpu").view(slots.num_owners, -1).to(device)
-        tables[tuple(key)] = known
-    return known
+        of = torch.tensor(key[1:], dtype=torch.int64, device="cpu").view(-1, len(slots.shapes))
+        if stacked:
+            steps = torch.tensor([size * dtype.itemsize for size in slots.sizes], dtype=torch.int64, device="cpu")
+            of = of + torch.arange(slots.num_owners, dtype=torch.int64, device="cpu")[:, None] * steps
+        known = tables[tuple(key)] = of.to(session.options.device)
+    return known, tensors
+
+
+def _matrices(name: str, given: Any, slots: SpareLayout) -> tuple[list[Any], bool]:
+    """The tensors of experts' matrices, one expert after the other, and whether they are stacks. ValueError."""
+    count = len(slots.shapes)
+    wanted = (
+        f"give {count} of each of the {slots.num_owners} experts of this rank, in the order of their slots, or "
+        f"{count} tensors, each of a matrix of all {slots.num_owners}"
+    )
+    try:
+        parts = list(given)
+        if parts and all(isinstance(part, torch.Tensor) for part in parts):
+            if len(parts) != count:
+                raise ValueError(f"{name} has {len(parts)} tensors; {wanted}")
+            return parts, True
+        matrices = [len(one) for one in parts]
+    except TypeError:
+        raise ValueError(f"{name} is {validation.describe(given)}, no matrices by expert; {wanted}") from None
+    if matrices != [count] * slots.num_owners:
+        raise ValueError(f"{name} has {matrices} matrices of {len(matrices)} experts; {wanted}")
+    return [x for one in parts for x in one], False
+
+
+def _address(x: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, alignment: int) -> int:
+    """Where kernels find a tensor's elements; 0: they cannot, and _refuse says why. Every push asks it of every tensor,
+    so that it says nothing itself."""
+    if not isinstance(x, torch.Tensor) or x.dtype != dtype or x.shape != shape or x.device != device:
+        return 0
+    if x.is_neg() or not x.is_contiguous():
+        return 0
+    try:
+        address = x.data_ptr()
+    except RuntimeError:  # traced, batched and fake tensors
+        return 0
+    return 0 if address % alignment else address
+
+
+def _refuse(
+    which: str, x: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, alignment: int
+) -> NoReturn:
+    if not isinstance(x, torch.Tensor) or x.dtype != dtype or x.shape != shape or x.device != device:
+        raise ValueError(f"{which} is {validation.describe(x)}; give {dtype} {list(shape)} on {device}")
+    if x.is_neg():  # the kernels read and write what lies in memory, where the sign is not carried out
+        raise ValueError(f"{which} is a view of the negative of its memory; give it as .resolve_neg()")
+    require_memory(which, x)
+    raise ValueError(
+        f"{which} is not contiguous from an address that is a multiple of {alignment} bytes; "
+        "give it as .clone(memory_format=torch.contiguous_format)"
+    )
 
 
 def require_within(slot_expert: torch.Tensor, columns: torch.Tensor, slots: SpareLayout, local: int) -> None:
