@@ -73,6 +73,8 @@ class HybridEPBuffer(LendsMemory, PlansClones, Meters, Named):
       it, in equal parts of at least 10 MiB, and for CUDA graphs.
     * `landing`: permuted rows land in the arena for "all" of a token's experts on the rank, or for the "first", and the
       rank copies (default HYBRID_EP_LANDING, else all on hosts, first on GPUs). Ranks may differ; bits are the same.
+    * `topk`: experts of a token for which there is room before any call (default 8). Whatever waits for counts makes
+      more; non_blocking calls and the latency path do not, with a routing map, and drop what is wider.
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
       `path`; the buffer takes at least so many tokens a rank on either path. 0: there is none. Without a tuning file
       of `hybrid-ep tune --latency-tokens`, path="auto" goes by it alone, whichever path is faster.
@@ -110,6 +112,7 @@ class HybridEPBuffer(LendsMemory, PlansClones, Meters, Named):
         comm_stream: torch.cuda.Stream | str | None = None,
         arena_mib: int | None = None,
         arena_streams: int = 1,
+        topk: int | None = None,
         latency_tokens: int = 0,
         clones: PlannerOptions | None = None,
         landing: str | None = None,
@@ -138,6 +141,7 @@ class HybridEPBuffer(LendsMemory, PlansClones, Meters, Named):
                 arena_mib=arena_mib,
                 arena_streams=arena_streams,
                 num_sms_preprocessing_api=num_sms_preprocessing_api,
+                topk=topk,
                 latency_tokens=latency_tokens,
                 clones=clones,
                 landing=landing,

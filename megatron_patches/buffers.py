@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hybrid_ep import env
 from hybrid_ep.balance import MicrobatchOptions
 from hybrid_ep.runtime import places, topology
-from hybrid_ep.runtime.bootstrap import GroupView
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from hybrid_ep.runtime.options import asked_executor
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ T = TypeVar("T")
 _Key = tuple[dist.ProcessGroup, int, torch.dtype, int, "Settings", frozenset[tuple[str, int]]]
 _buffers: dict[_Key, HybridEPBuffer] = {}  # (group, hidden, dtype, experts per rank, settings, configured) -> buffer
 _RANKS_PER_NODE = "ranks_per_node (--hybrid-ep-ranks-per-node)"
+_alike: dict[dist.ProcessGroup, bool] = {}  # whether its ranks brought as many tokens as each other when first asked
 _places: dict[dist.ProcessGroup, dict[places.Asked, places.Places]] = {}  # by group and what its layers ask for
 
 
@@ -54,6 +55,23 @@ def get(
     if key not in _buffers:
         _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, configured)
     return _buffers[key]
+
+
+def tokens_alike(group: dist.ProcessGroup, num_tokens: int, wanted: Settings) -> bool:
+    """Whether all ranks of a group bring as many tokens [T] as this one. Collective in its first call, by which later
+    ones go; rank 0 says where they do not."""
+    if group not in _alike:
+        view, limit = GroupView.of(group), wanted.exchange.longest_wait_s
+        said = Rendezvous(view, limit).exchange("tokens of a micro-batch", num_tokens)
+        _alike[group] = len(set(said)) == 1
+        if not _alike[group] and view.rank == 0:
+            print(
+                f"hybrid_ep: ranks of a group of {view.size} bring {min(said)} to {max(said)} tokens in a micro-batch, "
+                f"so that none of them takes the latency path (latency_tokens={wanted.exchange.latency_tokens})",
+                file=sys.stderr,
+                flush=True,
+            )
+    return _alike[group]
 
 
 # The buffer of the layer between its dispatch and its combine, with hidden and dtype of its rows: one at a time, for a
@@ -150,6 +168,7 @@ def release() -> None:
     """Forget all buffers and free those that offer to be freed; the balancer's shared slots and weights that others
     read go with them."""
     _places.clear()
+    _alike.clear()
     serve(None)
     for name in ("balance_kernels", "balance_push", "weights"):
         module = sys.modules.get(f"megatron_patches.{name}")

@@ -17,6 +17,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 
 from hybrid_ep import env, functional
+from hybrid_ep.buffer_sizes import FIRST_TOPK
 from hybrid_ep.payload import quantize
 from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
 from hybrid_ep.runtime.validation import ROW_ALIGNMENT
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
     from hybrid_ep import HybridEPBuffer
     from hybrid_ep.streams import EventOverlap
     from megatron_patches.settings import Settings
+
+
+_PROMISE = (
+    "moe_pad_expert_input_to_capacity promises {} rows for each local expert, the map gave {}: it needs the same "
+    "number of tokens on every rank, and maps that were padded"
+)
 
 
 class HybridEPManager:
@@ -82,6 +89,7 @@ class HybridEPManager:
         self.buffer: HybridEPBuffer | None = None
         self.output_is_read = True
         self.event: EventOverlap | None = None
+        self._promised: tuple[torch.Tensor, int] | None = None  # counts on a device, and what each of them must be
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Take the map and probabilities of T tokens, [T, num_experts] or [T, R, num_local_experts] each.
@@ -119,10 +127,12 @@ class HybridEPManager:
 
     def _tokens_of_ranks(self, num_tokens: int, num_rows: int | None) -> int | None:
         """Tokens of every rank, by which a buffer chooses its path; None where they may differ, or are not asked for.
-        Only with sequences of one length is a rank's own number that of all."""
+        Only with sequences of one length is a rank's own number that of all, which the first micro-batch shows.
+        Collective in it."""
         asked = self.settings.exchange.latency_tokens is not None and num_rows is not None
-        alike = asked and not getattr(self.config, "variable_seq_lengths", False)
-        return num_tokens if alike and not torch.compiler.is_compiling() else None
+        if not asked or getattr(self.config, "variable_seq_lengths", False) or torch.compiler.is_compiling():
+            return None
+        return num_tokens if buffers.tokens_alike(self.group, num_tokens, self.settings) else None
 
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
@@ -177,9 +187,15 @@ class HybridEPManager:
             num_tokens=num_tokens,
             num_local_experts=self.num_local_experts,
             num_sms=_num_sms(self.config),
-            configured={**_local_pass(self.config), **self._streams(hidden_states)},
+            configured={**_local_pass(self.config), **self._streams(hidden_states), **self._width()},
             wanted=self.settings,
         )
+
+    def _width(self) -> dict[str, int]:
+        """Experts of a token in the map, where they are more than a buffer has room for by itself: calls of static size
+        cannot make more. Padding to capacity gives experts tokens that did not choose them, any number of them one."""
+        most = self.num_experts if self.drop_and_pad else min(self.router_topk, self.num_experts)
+        return {"topk": most} if most > FIRST_TOPK else {}
 
     def _streams(self, like: torch.Tensor) -> dict[str, int]:
         """On a GPU where dispatch and combine have a stream beside the experts': for how many there are results. Of an
@@ -208,19 +224,20 @@ class HybridEPManager:
 
     def _promised_rows(self, rows: int, counted: torch.Tensor) -> torch.Tensor:
         """Drop and pad: the counts are a host constant, so that no one waits for the device to learn them."""
-        promised = torch.full((self.num_local_experts,), rows, dtype=torch.int64, device="cpu")
-        if counted.device.type == "cpu" and not torch.equal(counted, promised):
-            raise ValueError(
-                f"moe_pad_expert_input_to_capacity promises {rows} rows for each local expert, the map "
-                f"gave {counted.tolist()}: it needs the same number of tokens on every rank"
-            )
-        return promised
+        if counted.device.type != "cpu":
+            self._promised = counted, rows
+        elif (counted != rows).any():
+            raise ValueError(_PROMISE.format(rows, counted.tolist()))
+        return torch.full((self.num_local_experts,), rows, dtype=torch.int64, device="cpu")
 
     def get_permuted_hidden_states_by_experts(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """([P, H], fp32 [P]): the rows are expert-major already."""
         self.wait()
+        if self._promised is not None:  # on a device, which ends there, rather than that rows meet other experts
+            (counted, rows), self._promised = self._promised, None
+            torch._assert_async((counted == rows).all(), _PROMISE.format(rows, "others"))
         return hidden_states, self.dispatched_probs
 
     def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:

@@ -41,10 +41,11 @@ def takes_routed(session: Session, path: Any, call: Call, most_tokens: Any) -> b
 
 
 def takes_planned(session: Session, path: Any, plan: Plan, handle: Handle | Routed | None) -> bool:
-    """Whether an operation on the plan of a handle goes by lines: by default as the handle's dispatch did. ValueError,
-    on all ranks alike: plan.max_tokens is of all ranks, of a GPU's static plan the most that the buffer takes."""
+    """Whether an operation on the plan of a handle goes by lines: by default as the handle's dispatch did, where this
+    buffer, which may be another than that one's, has room for it. ValueError. All ranks find the same: plan.max_tokens
+    is of all ranks, of a GPU's static plan the most that its buffer takes."""
     if _is_auto(path):
-        return plan.by_lines
+        return plan.by_lines and plan.max_tokens <= session.options.latency_tokens
     if path == "throughput":
         return False
     if isinstance(handle, Routed):

@@ -49,6 +49,7 @@ class Options:
     tuning: tuning.Table | None
     arena_mib: int | None = None  # None: by shape
     arena_streams: int = 1  # that a GPU's is shared among
+    topk: int = FIRST_TOPK  # experts of a token for which there is room before any call
     latency_tokens: int = 0  # of a rank, on the latency path; 0: there is none
     auto_latency_tokens: int = 0  # up to so many auto takes it: all, or fewer by the tuning file; agree()
     clones: clone_plans.PlannerOptions | None = None  # None: plan_clones plans none
@@ -78,6 +79,7 @@ class Options:
                     "arena_mib": self.arena_mib,
                     "arena_streams": self.arena_streams,
                     "latency_tokens": self.latency_tokens,
+                    "topk": self.topk,
                     "clones": self.clones and repr(self.clones),
                     "spares": self.spares and repr(self.spares),
                     "tuning": self.tuning and self.tuning.identity,
@@ -181,14 +183,14 @@ class Options:
     def first_shape(self, num_ranks: int) -> dict[str, int]:
         """What to lay the memory out for before any call is known."""
         num_experts, tokens = self.num_local_experts * num_ranks, max(self.max_tokens, 1)
-        row_bytes = validation.least_row_bytes(self.hidden_dim)
+        row_bytes, topk = validation.least_row_bytes(self.hidden_dim), min(self.topk, num_experts)
         return {
             "num_experts": num_experts,
             "max_tokens": tokens,
-            "max_topk": min(FIRST_TOPK, num_experts),
+            "max_topk": topk,
             "row_bytes": row_bytes,
             "scale_bytes": 0,
-            "recv_rows": first_recv_rows(self.capacity_factor, tokens, min(FIRST_TOPK, num_experts), num_ranks),
+            "recv_rows": first_recv_rows(self.capacity_factor, tokens, topk, num_ranks),
             "partial_row_bytes": row_bytes,
             "chunk_tokens": max(self.chunks.values()),
             "arena_bytes": 0,
@@ -255,6 +257,7 @@ def parse(
     arena_mib: Any = None,
     arena_streams: Any = 1,
     num_sms_preprocessing_api: Any = None,
+    topk: Any = None,
     latency_tokens: Any = 0,
     clones: Any = None,
     landing: Any = None,
@@ -302,6 +305,7 @@ def parse(
         arena_mib,
         validation.integer("arena_streams", arena_streams, 1, most=MOST_ARENA_STREAMS),
         num_blocks_exchange=_blocks("num_sms_preprocessing_api", num_sms_preprocessing_api),
+        topk=FIRST_TOPK if topk is None else validation.integer("topk", topk, 1, most=validation.MOST_TOPK),
         latency_tokens=validation.integer("latency_tokens", latency_tokens, 0, most=validation.MOST),
         clones=clone_plans.checked_options(clones, num_local_experts),
         landing=landing,

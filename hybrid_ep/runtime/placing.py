@@ -125,8 +125,9 @@ def _fitted(
     if not session.runs_beside and (widest := _widest(routing)) > topk:  # a GPU drops them, and sets the overflow flag
         raise ValueError(
             f"routing_map has a token with {widest} experts, but the buffer is laid out for {topk} a token, and the "
-            "latency path cannot make it grow; give topk_idx, or run a blocking dispatch of that width first, on all "
-            "ranks"
+            "latency path cannot make it grow; give topk_idx, make the buffer with topk= the most of any token, or run "
+            "a blocking dispatch of that width first, on all ranks; ranks without such a token wait for this one until "
+            "their deadlines"
         )
     session.fit(
         num_experts=routing.num_experts,

@@ -41,6 +41,7 @@ SUMMABLE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 ROW_ALIGNMENT = 16  # bytes; rows move in units of 16
 MOST = (1 << 31) - 1  # of what the core counts in 32 bits
 MOST_EXPERTS = 1 << 20  # of a group
+MOST_TOPK = 65535  # experts of a token, which the core counts in 16 bits
 MOST_PADDING = 1 << 16  # rows to which an expert's group is padded
 
 

@@ -183,6 +183,23 @@ def latency(ep):
             rows, _ = dispatcher.token_dispatch(x, p)
         assert lines.called == taken, (most, factor, options)
         dispatcher.token_combine(rows)
+        megatron_patches.revert()
+    return True
+
+
+def unlike_tokens(ep):
+    """Ranks with unlike numbers of tokens, some of them few enough for the latency path, do not take it."""
+    groups = initialize(ep)
+    megatron_patches.apply(latency_tokens=16)
+    dispatcher = make_dispatcher("ours", groups, ep)
+    dispatcher._comm_manager.moe_expert_rank_capacity_factor = 4.0
+    for num_tokens in (16 - 8 * dist.get_rank(), 24, 16):
+        for _ in range(2):
+            x, p = dispatcher.dispatch_preprocess(*route(num_tokens, dist.get_rank()))
+            with watched_lines() as lines:
+                rows, _ = dispatcher.token_dispatch(x, p)
+            assert not lines.called
+            dispatcher.token_combine(rows)
     return True
 
 

@@ -45,12 +45,19 @@ def test_rank_capacity_budget_sets_over_budget():
 
 def test_small_micro_batches_take_the_latency_path():
     run("latency", 2, 2)
+    run("unlike_tokens", 2, 2)
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @pytest.mark.parametrize("program", ["capacity", "rank_budget"])
 def test_static_rows_by_the_latency_path_are_those_of_the_other(program, ranks_per_node):
     run(program, 2, 2, 32, ranks_per_node)
+
+
+@pytest.mark.parametrize("pad", [True, False], ids=["padded", "budget"])
+@pytest.mark.parametrize("latency_tokens, as_on_gpu", [(None, True), (32, True), (32, False)])
+def test_tokens_of_many_experts_reach_all_of_them_in_calls_of_static_size(pad, latency_tokens, as_on_gpu):
+    parity_world.run_world(Program("wide_maps", "wide_programs"), 2, (2, pad, latency_tokens, as_on_gpu), timeout_s=120)
 
 
 def test_quantization_alignment_pads_segments_with_zeros():
