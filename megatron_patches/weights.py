@@ -169,7 +169,7 @@ class LayerWeights:
         """Whether weights travel here. The first call of the group's layers decides, and is collective."""
         if self.chosen is None:
             self.group.set_up(config, hidden_states.shape[0], hidden_states.device)
-        if self.chosen and torch.is_grad_enabled():
+        if self.chosen and torch.is_grad_enabled() and self._trains():
             self.group.prefetcher.store.open_gradients()
         return bool(self.chosen)
 
@@ -192,8 +192,12 @@ class LayerWeights:
             ) from None
         there = prefetcher.acquire(self.number)
         try:
-            use = Use(self)
-            asked = self._anchor(rows, probs)
+            trained = torch.is_grad_enabled() and self._trains()
+            use = Use(self, trained)
+            # What has gradients of other homes' experts made although all experts at home here may be frozen, and
+            # nothing else of this rank ask for gradients. Not by torch.autograd.grad, which is asked for other tensors:
+            # they would come home a second time.
+            asked = rows.new_empty(0).requires_grad_() if trained else None
             rows, probs = Through.apply(use, asked, rows, probs)
             stacks = Travelled.apply(use, there, asked, *self.owners)
             further = list(zip(stacks[::2], stacks[1::2], strict=True))
@@ -204,14 +208,9 @@ class LayerWeights:
             again = torch._C._current_graph_task_id() != -1  # recomputed in the backward, whose way it goes
             prefetcher.release(self.number, backward=again, training=self.experts.training)
 
-    def _anchor(self, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor | None:
-        """What has gradients of other homes' experts made although all experts at home here may be frozen, and nothing
-        else of this rank ask for gradients. Not by torch.autograd.grad, which is asked for other tensors: they would
-        come home a second time."""
-        if not torch.is_grad_enabled():
-            return None
-        needed = self._some_train.ask(self.owners) or any(t.requires_grad for t in (rows, probs, *self.owners))
-        return rows.new_empty(0).requires_grad_() if needed else None
+    def _trains(self) -> bool:
+        """Whether gradients of this layer's experts go home, of all ranks the same. Collective in its first call."""
+        return self._some_train.ask(self.owners) or any(owner.requires_grad for owner in self.owners)
 
     def _place_of(self, tensor: torch.Tensor) -> Any:
         """Of a tensor that lies in a buffer: other layers will use the memory."""

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Use:
-    """One forward of a layer, whose weights its backward fetches again."""
+    """One forward of a layer, whose weights its backward fetches again. trained: gradients of its experts go home."""
 
-    def __init__(self, layer: LayerWeights) -> None:
-        self.layer = layer
+    def __init__(self, layer: LayerWeights, trained: bool) -> None:
+        self.layer, self.trained = layer, trained
 
 
 class Through(torch.autograd.Function):
@@ -71,5 +71,6 @@ class FetchAgain(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
         group = ctx.use.layer.group
         group.fetch_again(ctx.use)
-        group.has_gradients = True  # there may be none of other homes, and the weights change behind it all the same
+        if ctx.use.trained:  # there may be none of other homes, and the weights change behind it all the same
+            group.has_gradients = True
         return None, gradient

@@ -69,6 +69,31 @@ def experts_of_one_rank(ep, frozen, inputs):
     return differing(ep, prepare, inputs=inputs)
 
 
+def everywhere(ep):
+    """Experts of all layers, or of the first alone, are frozen on all ranks, and then trained: (whether gradients are
+    those of tokens that move; whether there was memory for gradients; how often weights were published) of each step,
+    before and behind the thaw."""
+    groups, found = initialize(ep), []
+    for frozen in (2, 1):
+        results, seen = [], []
+        for given in ({"grouped_gemm": True}, {"move": "weights", "grouped_gemm": True}):
+            megatron_patches.apply(ranks_per_node=ep, timeout_s=10.0, **given)
+            layers, of_steps = Layers(groups, ep), []
+            for step in range(4):
+                for _, experts in layers.pairs[:frozen]:
+                    for parameter in experts.parameters():
+                        parameter.requires_grad_(step >= 2)
+                of_steps.append([one.clone() for one in gradients(layers)])
+                if "move" in given:
+                    (group,) = weights.live()
+                    store = group.prefetcher.store
+                    seen.append((store.takes_gradients, store.version))
+            results.append(of_steps)
+            megatron_patches.revert()
+        found.append(([equal(*steps) for steps in zip(*results, strict=True)], seen))
+    return found
+
+
 def behind_ddp(ep):
     """The first matrices are frozen when they have a main_grad already, which must stay as it is."""
 

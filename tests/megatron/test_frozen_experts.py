@@ -48,3 +48,14 @@ def test_slow_balancing_refuses_a_layer_of_which_some_experts_are_trained():
 
 def test_slow_balancing_moves_matrices_that_are_frozen_everywhere():
     assert run("slow", 2, 2, "all") == [None, None]
+
+
+def test_experts_that_are_frozen_everywhere_cost_no_gradient_memory_and_travel_no_more_often():
+    """Until they are trained."""
+    for all_layers, the_first in run("everywhere", 2, 2):
+        same, seen = all_layers
+        assert same == [True] * 4
+        assert [memory for memory, _ in seen] == [False, False, True, True]
+        versions = [version for _, version in seen]
+        assert versions[0] == versions[1], "weights that nothing changed were published anew"
+        assert the_first[0] == [True] * 4 and all(memory for memory, _ in the_first[1])
