@@ -54,10 +54,11 @@ struct LatencyLink {
     return kHasRail<Net> ? named(source / world.num_local_ranks, world.local_rank()) : world.rank;
   }
   // By all lanes of a warp together. A step is not to be taken for another: flags are compared whole.
-  template <class A>
-  HEP_DEVICE void wait(A& a, const Line* line, uint64_t flag, uint64_t* words, const WaitInfo& info) const {
+  template <class A, class Late = Untold>
+  HEP_DEVICE void wait(A& a, const Line* line, uint64_t flag, uint64_t* words, const WaitInfo& info,
+                       Late&& late = {}) const {
     if (injected(Bug::kStaleStep) && a.ld_line(line, flag - (2ull << LatencyCall::kBits), words)) return;
-    wait_line(a, line, flag, words, info);
+    wait_line(a, line, flag, words, info, late);
   }
 };
 

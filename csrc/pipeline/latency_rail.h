@@ -10,6 +10,7 @@
 #include "common/bugs.h"
 #include "common/numeric.h"
 #include "pipeline/latency_call.h"
+#include "pipeline/line_wait.h"
 #include "transport/concept.h"
 
 namespace hep {
@@ -58,10 +59,11 @@ struct LatencyRailLink {
               rail.token_signal(parity(flag), node, own(), index));
   }
   // What came, by all lanes of a warp together. A peer that means another call is waited for until the deadline.
-  template <class A, class Net>
-  HEP_DEVICE const unsigned char* await_header(A& a, Net& net, uint64_t flag, int node) const {
+  template <class A, class Net, class Late = Untold>
+  HEP_DEVICE const unsigned char* await_header(A& a, Net& net, uint64_t flag, int node, Late&& late = {}) const {
     if (!injected(Bug::kEarlyRailCredit) || flag_of(flag) == LatencyCall::kRoutes)
-      wait(a, net, rail.header_signal(parity(flag), own(), node), flag, {Site::kLatencyHeader, world.rail_peer(node)});
+      wait(a, net, rail.header_signal(parity(flag), own(), node), flag, {Site::kLatencyHeader, world.rail_peer(node)},
+           late);
     return recv + rail.header(parity(flag), own(), node);
   }
   template <class A, class Net>
@@ -97,15 +99,17 @@ struct LatencyRailLink {
       net.put_signal(a, node, recv_at + to, send + from, bytes, signal, flag);
   }
   // All lanes look together, and so see the same; while one has left, none goes on.
-  template <class A, class Net>
-  HEP_DEVICE void wait(A& a, Net& net, uint64_t word, uint64_t flag, const WaitInfo& info) const {
+  template <class A, class Net, class Late = Untold>
+  HEP_DEVICE void wait(A& a, Net& net, uint64_t word, uint64_t flag, const WaitInfo& info, Late&& late = {}) const {
     const uint64_t* const at = signals + word;
     const auto differs = [&] { return !net.test_signal(a, at, flag) || net.test_signal(a, at, flag + 1); };
     if (!a.warp_any(differs()) && a.warp_whole()) return;
+    late.begin();
     do {
       a.poll_idle(info, flag, a.ld_acquire_sys(at));
     } while (a.warp_any(differs()) || !a.warp_whole());
     a.poll_reset();
+    late.end();
   }
 };
 

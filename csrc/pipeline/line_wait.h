@@ -58,15 +58,25 @@ struct LineShare {
   }
 };
 
+// What a wait tells of itself, by all lanes of the warp that waits: that the first look has found something missing, and
+// that all is there.
+struct Untold {
+  HEP_DEVICE void begin() {}
+  HEP_DEVICE void end() {}
+};
+
 // By all lanes of a warp together, see Arch::ld_line; `info` may differ between them.
-template <Arch A>
-HEP_DEVICE void wait_line(A& a, const Line* src, uint64_t flag, uint64_t* words, const WaitInfo& info) {
+template <Arch A, class Late = Untold>
+HEP_DEVICE void wait_line(A& a, const Line* src, uint64_t flag, uint64_t* words, const WaitInfo& info,
+                          Late&& late = {}) {
   if (a.ld_line(src, flag, words)) return;
+  late.begin();
   do {
     const bool has_flag = src && a.lane() % A::kLineLanes == A::kLineLanes - 1;
     a.poll_idle(info, flag, has_flag ? words[A::kLineWords - 1] : 0);
   } while (!a.ld_line(src, flag, words));
   a.poll_reset();
+  late.end();
 }
 
 }  // namespace hep

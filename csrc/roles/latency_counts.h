@@ -22,13 +22,17 @@ struct LatencyCountsRole {
     if constexpr (kHasRail<Net>) send_along_rail();
     hand_on(p.world.rank, vector(p.world.rank));
   }
-  // All others'. What this rank hands on comes first: others wait for it.
+  // All others'. What this rank hands on comes first: others wait for it. Then those of its node, whose delays are not
+  // to be taken for those of ranks whose vectors they hand on.
   HEP_DEVICE void receive() {
     if constexpr (kHasRail<Net>) receive_from_rail();
-    const int ranks = p.world.num_ranks(), locals = p.world.num_local_ranks;
-    for (int i = 1 + a.warp_idx(); i < ranks; i += a.num_warps())
-      if (const int rank = (p.world.rank + i) % ranks; !kHasRail<Net> || rank % locals != p.world.local_rank())
-        take(rank);
+    const int ranks = p.world.num_ranks(), locals = p.world.num_local_ranks, own = p.world.local_rank();
+    for (int i = 1 + a.warp_idx(); i < locals; i += a.num_warps())
+      take(p.world.rank_of(p.world.node(), (own + i) % locals));
+    if constexpr (kHasRail<Net>)
+      for (int i = a.warp_idx(), behind = p.world.rank_of(p.world.node(), locals); i < ranks - locals;
+           i += a.num_warps())
+        if (const int rank = (behind + i) % ranks; rank % locals != own) take(rank);
   }
 
  private:
@@ -46,7 +50,8 @@ struct LatencyCountsRole {
   HEP_DEVICE void receive_from_rail() {
     for (int i = 1 + a.warp_idx(); i < p.world.num_nodes; i += a.num_warps()) {
       const int node = (p.world.node() + i) % p.world.num_nodes, source = p.world.rail_peer(node);
-      const auto* came = reinterpret_cast<const uint64_t*>(p.link.rail.await_header(a, net, flag, node));
+      const auto* came =
+          reinterpret_cast<const uint64_t*>(p.link.rail.await_header(a, net, flag, node, Late{*this, source}));
       for (uint32_t m = uint32_t(a.lane()); m < num_words(); m += A::kLanes)
         a.st_global(vector(source) + m, a.ld_global(came + m));
       hand_on(source, came, true);
@@ -74,11 +79,32 @@ struct LatencyCountsRole {
       count(num_lines() * sizeof(Line));
     }
   }
+  // Counts a rank's delay. A vector of another node comes by a rank of this one, whose own is waited for first.
+  struct Late {
+    LatencyCountsRole& role;
+    const int rank;
+    uint64_t since = 0;
+
+    HEP_DEVICE void begin() {
+      const World& world = role.p.world;
+      const int local = rank % world.num_local_ranks, by = world.rank_of(world.node(), local);
+      if (kHasRail<Net> && by != rank && by != world.rank) {
+        uint64_t words[A::kLineWords];
+        role.p.link.wait(role.a, role.p.link.slab(role.flag, world.local_rank(), by), role.flag, words,
+                         {Site::kLatencyHeader, by});
+      }
+      since = role.a.clock_ns();
+    }
+    HEP_DEVICE void end() {
+      if (role.a.elect_one()) role.a.count_rank(role.p.route.waited + rank, role.a.clock_ns() - since);
+    }
+  };
   HEP_DEVICE void take(int rank) {
     const Line* from = p.link.slab(flag, p.world.local_rank(), rank);
     each_line([&](uint32_t line, bool there) {
       uint64_t words[A::kLineWords];
-      p.link.wait(a, there ? from + line : nullptr, flag, words, {Site::kLatencyHeader, rank, int64_t(line)});
+      p.link.wait(a, there ? from + line : nullptr, flag, words, {Site::kLatencyHeader, rank, int64_t(line)},
+                  Late{*this, rank});
       part.each_word(line, [&](uint32_t w, uint32_t m) {
         if (there && m < num_words()) a.st_global(vector(rank) + m, words[w]);
       });

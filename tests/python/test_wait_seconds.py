@@ -22,7 +22,7 @@ def routing(rank, tokens, num_experts):
 def waits(shape, late, call, **options):
     """wait_seconds() of every rank after call(rank, buffer), for which all but `late` are in time."""
     world = VirtualWorld(*shape)
-    buffers = world.buffers(H, 16, EXPERTS_OF_RANK + bool(options), timeout_s=30, **options)
+    buffers = world.buffers(H, 16, EXPERTS_OF_RANK + ("clones" in options), timeout_s=30, **options)
     meet = threading.Barrier(world.size)
 
     def work(rank, _):
@@ -57,6 +57,27 @@ def only_the_late_one(found, late):
 @pytest.mark.parametrize("shape, late", [((1, 2), 0), ((1, 4), 3), ((2, 2), 1), ((3, 1), 2), ((2, 2), 2)])
 def test_every_rank_waits_for_the_late_one_alone(shape, late):
     only_the_late_one(waits(shape, late, dispatch)[0], late)
+
+
+@pytest.mark.parametrize("shape, late", [((1, 2), 0), ((1, 4), 3), ((2, 2), 1), ((3, 1), 2), ((2, 2), 2), ((2, 3), 5)])
+def test_every_rank_waits_for_the_late_one_alone_on_the_latency_path(shape, late):
+    """Also where another rank of its node hands its counts on."""
+
+    def dispatch_by_lines(rank, buffer):
+        num_experts = EXPERTS_OF_RANK * buffer.group_size
+        buffer.dispatch_with_permute(
+            hidden=torch.ones(16, H).bfloat16(),
+            topk_idx=routing(rank, 16, num_experts),
+            num_of_experts=num_experts,
+            num_permuted_tokens=32 * buffer.group_size,
+            non_blocking=True,
+            path="latency",
+        )
+
+    found, buffers, _ = waits(shape, late, dispatch_by_lines, latency_tokens=16)
+    only_the_late_one(found, late)
+    for rank, buffer in enumerate(buffers):
+        assert buffer.wait_seconds("exchange") == found[rank]
 
 
 def test_planning_clones_waits_likewise():
