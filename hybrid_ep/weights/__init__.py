@@ -5,8 +5,9 @@
 
 `docs/weights.md` says when it pays, and who waits for whom."""
 
+from hybrid_ep.weights.copying import Statistics
 from hybrid_ep.weights.layout import WeightLayout
-from hybrid_ep.weights.prefetch import Fetched, Statistics, WeightPrefetcher
+from hybrid_ep.weights.prefetch import Fetched, WeightPrefetcher
 from hybrid_ep.weights.store import ExpertStore
 
 __all__ = ["ExpertStore", "Fetched", "Statistics", "WeightLayout", "WeightPrefetcher"]

@@ -6,7 +6,8 @@ there events order everything: copies begin behind the last use of what they ove
 begins behind the copies.
 
 Two streams copy, slice by slice in turn: an engine reads one source at a time, and where that is busy with other
-readers, another engine goes on with another source."""
+readers, another engine goes on with another source. Copies that are kept come on streams of their own: behind a layer's
+they would wait for this rank's compute, for whose buffer that layer waits, and other ranks for them."""
 
 from __future__ import annotations
 
@@ -78,8 +79,11 @@ class CopyStreams:
             marks.take(began)
         return began
 
-    def tell_behind(self, registered: DeviceRegistered, counter: int, value: int) -> None:
-        self.so_far().join(self.streams[0])
+    def tell_behind(
+        self, registered: DeviceRegistered, counter: int, value: int, others: Sequence[CopyStreams] = ()
+    ) -> None:
+        for one in (self, *others):
+            one.so_far().join(self.streams[0])
         registered.tell(counter, value, self.streams[0])
 
     def so_far(self) -> StreamMarks:
@@ -112,6 +116,8 @@ class DeviceRegistered:
         self.segments, self.staging, self._maker = segments, staging, maker
         self._device, self._reader = memory.device, memory.reader
         self._own = segments[rank]
+        self.address, self.num_bytes = self._own.address, self._own.num_bytes
+        self.marks = StreamMarks(self._device)
         self._bytes = torch.as_tensor(_Lent(self._own), device=self._device)
         self._known: dict[tuple[int, int], int] = {}  # counters only grow
 
@@ -181,7 +187,7 @@ class DeviceMemory:
         self._view, self.device, self.kind = view, device, ""
         self.no_room = f"do not fit into the memory of {device}: give more pipeline stages or ranks, or move tokens"
         devices.enter(device)
-        self.pulls, self.homeward = CopyStreams(device), CopyStreams(device)
+        self.pulls, self.keeping, self.homeward = (CopyStreams(device) for _ in range(3))
         self.reader = _core.cuda.CounterReader()
 
     def meet(self, meet: Rendezvous) -> None:
@@ -206,14 +212,14 @@ class DeviceMemory:
         return devices.DeviceSegments(self._view.store, self.kind, range(self._view.size))
 
     def over(self, maker: Any, found: list[_core.Segment], staging_bytes: int = 0) -> DeviceRegistered:
-        staging = [self._buffer(staging_bytes, self.homeward) for _ in range(2)] if staging_bytes else []
+        staging = [self._buffer(staging_bytes, self.homeward.streams) for _ in range(2)] if staging_bytes else []
         return DeviceRegistered(self, maker, found, self._view.rank, staging)
 
     def buffer(self, num_bytes: int) -> DeviceBuffer:
-        return self._buffer(num_bytes, self.pulls)
+        return self._buffer(num_bytes, [*self.pulls.streams, *self.keeping.streams])
 
-    def _buffer(self, num_bytes: int, pulls: CopyStreams) -> DeviceBuffer:
-        return DeviceBuffer(num_bytes, self.device, pulls.streams)
+    def _buffer(self, num_bytes: int, streams: Sequence[torch.cuda.Stream]) -> DeviceBuffer:
+        return DeviceBuffer(num_bytes, self.device, streams)
 
     def marks(self) -> StreamMarks:
         return StreamMarks(self.device)
@@ -245,7 +251,7 @@ class DeviceMemory:
 
     def close(self, registered: Sequence[Any], marks: Sequence[Any], timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
-        under_way = [*marks, self.pulls.so_far(), self.homeward.so_far()]
+        under_way = [*marks, *(copies.so_far() for copies in (self.pulls, self.keeping, self.homeward))]
         while not all(one.passed() for one in under_way):
             if time.monotonic() > end:
                 _stuck.extend(registered)

@@ -32,27 +32,25 @@ _NONE = NoMarks()
 
 
 class HostBuffer:
-    """Private memory."""
+    """Memory that is pulled into."""
 
     marks = _NONE
 
-    def __init__(self, num_bytes: int) -> None:
-        self.segment = _core.Segment.private(num_bytes)
-        self.address, self.num_bytes = self.segment.address, num_bytes
+    def __init__(self, segment: _core.Segment) -> None:
+        self.segment = segment
+        self.address, self.num_bytes = segment.address, segment.num_bytes
 
     def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return region(self.segment, at, shape, dtype)
 
 
-class HostRegistered:
+class HostRegistered(HostBuffer):
     def __init__(self, segments: list[_core.Segment], rank: int) -> None:
-        self.segments, self._own = segments, segments[rank]
-
-    def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return region(self._own, at, shape, dtype)
+        super().__init__(segments[rank])
+        self.segments = segments
 
     def tell(self, counter: int, value: int) -> None:
-        self._own.publish(counter, value)
+        self.segment.publish(counter, value)
 
     def seen(self, rank: int, counter: int, wanted: int) -> int:
         return self.segments[rank].observe(counter)
@@ -66,7 +64,7 @@ class HostPulls:
             buffer.segment.pull(sources.segments, pieces)
         return _NONE
 
-    def tell_behind(self, registered: HostRegistered, counter: int, value: int) -> None:
+    def tell_behind(self, registered: HostRegistered, counter: int, value: int, others: Sequence[Any] = ()) -> None:
         registered.tell(counter, value)
 
 
@@ -94,7 +92,7 @@ class HostMemory:
 
     def __init__(self, view: GroupView) -> None:
         self._view = view
-        self.pulls = self.homeward = HostPulls()
+        self.pulls = self.keeping = self.homeward = HostPulls()
 
     def meet(self, meet: Rendezvous) -> None: ...
 
@@ -105,7 +103,7 @@ class HostMemory:
         return HostRegistered(found, self._view.rank)
 
     def buffer(self, num_bytes: int) -> HostBuffer:
-        return HostBuffer(num_bytes)
+        return HostBuffer(_core.Segment.private(num_bytes))
 
     def marks(self) -> NoMarks:
         return _NONE

@@ -41,7 +41,7 @@ class Marks(Protocol):
 
 
 class Buffer(Protocol):
-    """Memory of this rank alone. marks: of all that touches it."""
+    """Memory of this rank. marks: of all that touches it."""
 
     address: int
     num_bytes: int
@@ -51,11 +51,8 @@ class Buffer(Protocol):
         """Over the bytes from `at` on, for work of the current stream. It keeps the memory."""
 
 
-class Registered(Protocol):
-    """A segment of every rank, mapped by all."""
-
-    def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Over this rank's own bytes from `at` on. It keeps the memory."""
+class Registered(Buffer, Protocol):
+    """A segment of every rank, mapped by all; as a Buffer this rank's own."""
 
     def tell(self, counter: int, value: int) -> None:
         """This rank's counter has come to the value, behind all that the current stream holds."""
@@ -74,8 +71,8 @@ class Pulls(Protocol):
     def pull(self, sources: Any, work: Work) -> Marks:
         """Begin them, each behind the marks of what it overwrites, which then have it, too. Marks of these alone."""
 
-    def tell_behind(self, registered: Any, counter: int, value: int) -> None:
-        """`Registered.tell`, behind all pulls so far."""
+    def tell_behind(self, registered: Any, counter: int, value: int, others: Sequence[Any] = ()) -> None:
+        """`Registered.tell`, behind all pulls so far, and those of others."""
 
 
 class Verdict(Protocol):
@@ -88,12 +85,13 @@ class Verdict(Protocol):
 
 
 class Machine(Protocol):
-    """device: where tensors lie. pulls, homeward: of weights, of gradients. no_room: what to say where memory does not
-    suffice, and what would help."""
+    """device: where tensors lie. pulls, keeping, homeward: of layers' weights, of copies that are kept, of gradients;
+    none is behind another. no_room: what to say where memory does not suffice, and what would help."""
 
     device: torch.device
     no_room: str
     pulls: Any
+    keeping: Any
     homeward: Any
 
     def meet(self, meet: Rendezvous) -> None:

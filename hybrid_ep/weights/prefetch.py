@@ -8,25 +8,24 @@
 Layers are used to and fro in training (0 1 2 3, then 3 2 1 0 in the backward), round and round in evaluation, and as a
 pipeline's schedule has them: after a step its order is known (`order.py`). What will be used next is what is pulled
 next, so that the turn of the way costs nothing: those layers are still there. One thread copies, or on a GPU hands the
-copies to the engines. It takes a slice from each owner in turn, beginning behind its own rank, so that ranks do not all
-read from the same owner at the same time."""
+copies to the engines (`copying.py`). It takes a slice from each rank in turn, beginning behind its own, so that ranks
+do not all read from the same one at the same time."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_ep.errors import BufferFailedError, DeadlineError, HybridEPError
+from hybrid_ep.errors import DeadlineError
 from hybrid_ep.runtime import validation
 from hybrid_ep.weights import layout as places
+from hybrid_ep.weights.copying import CopyingThread, Pull, Renewal
 from hybrid_ep.weights.layout import DEFAULT_SLICE_BYTES
 from hybrid_ep.weights.order import Order
 from hybrid_ep.weights.store import ExpertStore
@@ -34,8 +33,8 @@ from hybrid_ep.weights.store import ExpertStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hybrid_ep.weights.layout import Piece
-    from hybrid_ep.weights.machine import Buffer, Marks, Work
+    from hybrid_ep.weights.copying import Task
+    from hybrid_ep.weights.machine import Buffer
 
 Place = tuple[int, int, int, torch.dtype, torch.Size, tuple[int, ...]]  # layer, memory, element, dtype, size, stride
 
@@ -50,42 +49,13 @@ class Fetched:
     fetched: list[torch.Tensor]
 
 
-@dataclass
-class Statistics:
-    """Since the prefetcher was made. pulls: layers pulled; pulled_bytes: in all. hits: layers that were ready when they
-    were acquired; late: those under way; missed: those that nobody had asked for. waited_s: for the latter two.
-    copied_s: seconds of the copying thread. On a GPU the host is what waits and copies here: until a pull has begun,
-    and for handing it to the engines."""
-
-    pulls: int = 0
-    pulled_bytes: int = 0
-    hits: int = 0
-    late: int = 0
-    missed: int = 0
-    waited_s: float = 0.0
-    copied_s: float = 0.0
-
-
-@dataclass
-class _Job:
-    """A layer on its way into a buffer, and into the memory of kept copies where those are old."""
-
-    version: int
-    work: Work
-    num_bytes: int
-    sources: list[int]
-    ready: threading.Event = field(default_factory=threading.Event)  # begun, at least
-    arrived: Marks | None = None  # then
-    error: Exception | None = None
-
-
 class _Slot:
     """A buffer: the layer in it, how many use it, when it was last released."""
 
     def __init__(self, memory: Buffer) -> None:
         self.memory = memory
         self.layer, self.users, self.released = -1, 0, 0
-        self.job: _Job | None = None
+        self.job: Pull | None = None
 
 
 class WeightPrefetcher:
@@ -100,45 +70,42 @@ class WeightPrefetcher:
         num_buffers = validation.integer("num_buffers", num_buffers, 2, "one computes while the other is filled")
         self.slice_bytes = validation.integer("slice_bytes", slice_bytes, 1)
         self.store, self.layout = store, store.layout
-        self.statistics = Statistics()
-        lay, rank, memory = self.layout, store.rank, store.memory
+        lay, memory = self.layout, store.memory
         num_bytes = max(lay.stack_bytes(lay.fetched), places.LINE)
         self._slots = [_Slot(memory.buffer(num_bytes)) for _ in range(min(num_buffers, max(2, lay.num_layers)))]
-        self._kept_layer = lay.stack_bytes(lay.kept(rank))
-        self._kept = memory.buffer(max(self._kept_layer * lay.num_layers, places.LINE))
-        self._kept_versions = [0] * lay.num_layers
-        self._kept_marks = [memory.marks() for _ in range(lay.num_layers)]
-        for marks in self._kept_marks:
-            marks.take(self._kept.marks)
         self._lock, self._clock = threading.Lock(), itertools.count(1)
         self._order = Order()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_copy, args=(store, self._jobs, self.statistics), daemon=True)
-        self._thread.name = f"weights of rank {rank}"
-        self._thread.start()
+        self._renewal = Renewal(0)
+        self._thread = CopyingThread(store, self.slice_bytes)
+        self.statistics = self._thread.statistics
 
     # ---- steps
 
     def publish(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """`ExpertStore.publish`, and the pulls of the first layers begin. RuntimeError while a layer is in use."""
+        """`ExpertStore.publish`, and the pulls of the first layers begin, and of what is kept of all layers.
+        RuntimeError while a layer is in use."""
         self.store.check_usable()
         with self._lock:
             used = [slot.layer for slot in self._slots if slot.users]
             jobs = [slot.job for slot in self._slots if slot.job is not None]
         if used:
             raise RuntimeError(f"layers {used} are in use: release them before their weights change")
-        for job in jobs:
-            self._wait(job)
+        renewals = [self._renewal] if self._renewal.version else []
+        for task in (*jobs, *renewals):  # copies, too, of layers that this rank has not used: others may
+            self._wait(task)
         for slot in self._slots:
             slot.layer, slot.job = -1, None
         self.store.publish(weights)
         self._order.new_step()
+        self._renewal = Renewal(self.store.version)
+        self._thread.ask(self._renewal)
         self._prefetch(range(self.layout.num_layers))
 
     def acquire(self, layer: int) -> Fetched:
         """The weights of a layer, when they are there; every acquire is followed by its release.
 
-        DeadlineError names the owner who has not published them. RuntimeError where all buffers are in use."""
+        DeadlineError names the owner who has not published them, or the member of the group who has no copies yet.
+        RuntimeError where all buffers are in use."""
         self.store.check_usable()
         layer = self._layer(layer)
         if self.store.version == 0:
@@ -167,6 +134,8 @@ class WeightPrefetcher:
             raise
         assert job.arrived is not None  # or the wait had raised
         job.arrived.join()
+        for arrived in self._renewal.arrived[layer : layer + 1]:  # none where none are kept
+            arrived.join()
         return self._fetched(layer, slot)
 
     def release(self, layer: int, *, backward: bool = False, training: bool = True) -> None:
@@ -181,16 +150,15 @@ class WeightPrefetcher:
             if slot is None or not slot.users:
                 raise RuntimeError(f"layer {layer} is not in use: it was released more often than acquired")
             slot.memory.marks.add()
-            self._kept_marks[layer].add()
+            self.store.kept_marks[layer].add()
             slot.users -= 1
             slot.released = next(self._clock)
         self._prefetch(_way(layer, self.layout.num_layers, backward, training))
 
     def close(self) -> None:
-        """End the thread. The store is refused from then on, since its memory may go."""
-        self.store.refuse()
-        self._jobs.put(None)
-        self._thread.join(self.store.timeout_s)
+        """End the thread, behind the copies that the group's members may still read, for whose owners it waits. The
+        store is refused from then on, since its memory may go."""
+        self._thread.close()
         self.store.close()
 
     # ---- what autograd keeps of a buffer
@@ -199,7 +167,7 @@ class WeightPrefetcher:
         """Where a tensor lies in a layer's buffer or among its kept copies; None for any other."""
         found = self._holding(layer)
         at = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
-        for number, memory in enumerate((found.memory if found else None, self._kept)):
+        for number, memory in enumerate((found.memory if found else None, self.store.kept)):
             if memory is not None and memory.address <= at < memory.address + memory.num_bytes:
                 first = (at - memory.address) // tensor.element_size()
                 return layer, number, int(first), tensor.dtype, tensor.size(), tensor.stride()
@@ -211,7 +179,7 @@ class WeightPrefetcher:
         slot = self._holding(layer)
         if slot is None or not slot.users:
             raise RuntimeError(f"the backward of layer {layer} reads weights that were not acquired for it")
-        memory = self._kept if number else slot.memory
+        memory = self.store.kept if number else slot.memory
         whole = memory.tensor(0, (memory.num_bytes // dtype.itemsize,), dtype)
         return whole.as_strided(size, stride, first)
 
@@ -242,53 +210,34 @@ class WeightPrefetcher:
         if not free:
             return None
         slot = min(free, key=lambda slot: (slot.layer != -1, slot.released))
-        lay, rank = self.layout, self.store.rank
-        work = [(slot.memory, self._pieces(layer, lay.held, lay.num_experts, 0), slot.memory.marks)]
-        if self._kept_versions[layer] != self.store.version:
-            self._kept_versions[layer] = self.store.version
-            pieces = self._pieces(layer, lay.own(rank), lay.held, layer * self._kept_layer)
-            work.append((self._kept, pieces, self._kept_marks[layer]))
-        sources = sorted({source for _, pieces, _ in work for source, *_ in pieces})
-        num_bytes = sum(piece[3] for _, pieces, _ in work for piece in pieces)
-        slot.layer, slot.job = layer, _Job(self.store.version, work, num_bytes, sources)
-        self._jobs.put(slot.job)
+        pieces = self.layout.pieces_by_layer(self.store.rank, layer, self.slice_bytes)
+        slot.layer = layer
+        slot.job = Pull(self.store.version, layer, [(slot.memory, pieces, slot.memory.marks)])
+        self._thread.ask(slot.job)
         return slot
 
-    def _pieces(self, layer: int, begin: int, end: int, base: int) -> list[Piece]:
-        """Slices of the experts at positions begin to end, an owner after the other, into memory from `base` on. Owners
-        come in the order of the rank: from the next one on."""
-        lay, stretches = self.layout, []
-        for at, owner, index, count in lay.runs(self.store.rank, begin, end):
-            for n in range(len(lay.shapes)):
-                size = lay.expert_bytes(n)
-                source = lay.own_at(layer, n) + index * size
-                target = base + lay.stack_at(end - begin, n) + (at - begin) * size
-                stretches.append((owner, source, target, count * size))
-        return places.in_turns(stretches, self.slice_bytes)
-
-    def _wait(self, job: _Job) -> None:
-        """Until a job is done. The thread's own wait for an owner ends before this one."""
-        started = time.monotonic()
-        if not job.ready.wait(2 * self.store.timeout_s):
+    def _wait(self, task: Task) -> None:
+        """Until it is done. The thread's own waits, for owners and for their copies, end before this one."""
+        started, limit = time.monotonic(), 3 * self.store.timeout_s
+        if not task.ready.wait(limit):
             raise self.store.fail(
                 DeadlineError(
-                    f"rank {self.store.rank} waited {2 * self.store.timeout_s:g} s for its own copying thread",
+                    f"rank {self.store.rank} waited {limit:g} s for its own copying thread",
                     site="weights are pulled",
                     rank=self.store.rank,
-                    waited_s=2 * self.store.timeout_s,
+                    waited_s=limit,
                 )
             )
         self.statistics.waited_s += time.monotonic() - started
-        if job.error is not None:
-            raise job.error
+        if task.error is not None:
+            raise task.error
 
     def _fetched(self, layer: int, slot: _Slot) -> Fetched:
         lay = self.layout
         kept, fetched = [], []
         for n, shape in enumerate(lay.shapes):
             num_kept = lay.kept(self.store.rank)
-            at = layer * self._kept_layer + lay.stack_at(num_kept, n)
-            kept.append(self._kept.tensor(at, (num_kept, *shape), lay.dtype))
+            kept.append(self.store.kept.tensor(lay.kept_at(layer, n), (num_kept, *shape), lay.dtype))
             fetched.append(slot.memory.tensor(lay.stack_at(lay.fetched, n), (lay.fetched, *shape), lay.dtype))
         return Fetched(kept, fetched)
 
@@ -300,25 +249,3 @@ def _way(layer: int, num_layers: int, backward: bool, training: bool) -> Iterato
     forth, back = range(num_layers), range(num_layers - 1, -1, -1)
     rest = back[num_layers - layer :] if backward else forth[layer + 1 :]
     return itertools.chain(rest, forth if backward else back, back if backward else forth)
-
-
-def _copy(store: ExpertStore, jobs: queue.SimpleQueue[_Job | None], counted: Statistics) -> None:
-    """What the thread does: jobs in their order, until None."""
-    while (job := jobs.get()) is not None:
-        try:
-            store.check_usable()
-            store.wait(places.PUBLISHED, job.version, "weights are not published by", job.sources)
-            started = time.monotonic()
-            job.arrived = store.memory.pulls.pull(store.shared, job.work)
-            counted.copied_s += time.monotonic() - started
-            counted.pulled_bytes += job.num_bytes
-            counted.pulls += 1
-        except Exception as error:  # whoever waits for the layer raises it
-            job.error = error
-            if not isinstance(error, HybridEPError):  # of the device, of which nobody knows what it has done
-                store.fail(BufferFailedError(f"pulling weights failed: {error}"))
-        job.ready.set()
-    with contextlib.suppress(queue.Empty):
-        while (left := jobs.get_nowait()) is not None:
-            left.error = BufferFailedError("this store of expert weights was closed")
-            left.ready.set()

@@ -1,9 +1,12 @@
 """ExpertStore: registered memory in which each rank's own experts lie for the others to read.
 
-Ranks tell one another by four counters in that memory, and by nothing else: no collective, no message.
+Ranks tell one another by five counters in that memory, and by nothing else: no collective, no message.
 
     weights     the owner writes version v ── PUBLISHED = v ─► others pull it, as often as they like ── READ = v ─►
                 the owner may write v + 1
+    copies      where a group holds all experts, and is not all ranks: owners' PUBLISHED ─► each member pulls the copies
+                that it keeps, layer by layer ── KEPT = so many layers ─► members pull those, too ── READ = v ─► the
+                member may publish v + 1, and so pull other copies over these
     gradients   every rank sums its own, fp32, for all other homes ── GIVEN = g ─► homes add those of the ranks in
                 ascending order ── TAKEN = g ─► the rank may begin anew
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
     from hybrid_ep.runtime.signatures import GroupLike
     from hybrid_ep.weights.layout import WeightLayout
-    from hybrid_ep.weights.machine import Incoming, Registered, Verdict
+    from hybrid_ep.weights.machine import Buffer, Incoming, Registered, Verdict
 
 _SAMPLES = 64  # elements of a matrix stack that are compared with what was published
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
@@ -52,7 +55,8 @@ class ExpertStore:
     On a GPU calls work on the caller's current stream, in its order, and may be made on several. CUDA graphs cannot
     hold them.
 
-    version: of the weights that are published, 0 before the first. memory: the machine (`machine.Machine`).
+    version: of the weights that are published, 0 before the first. memory: the machine (`machine.Machine`). kept,
+    kept_marks: where copies of others' experts lie (`WeightLayout.kept_at`), and what touches those of each layer.
     """
 
     def __init__(
@@ -84,7 +88,15 @@ class ExpertStore:
             raise
         agree(meet.exchange("layout", {"layout": repr(layout), "executor": executor}), "ExpertStore")
         self.memory.meet(meet)
-        self.shared = self._opened(0, layout.registered_bytes, "own experts")
+        what = "own experts and copies of others'" if layout.copies_are_read else "own experts"
+        self.shared = self._opened(0, layout.registered_bytes, what)
+        self.kept: Buffer = (
+            self.shared if layout.copies_are_read else self.memory.buffer(max(layout.kept_bytes, places.LINE))
+        )
+        self.kept_marks = [self.memory.marks() for _ in range(layout.num_layers)]
+        for marks in self.kept_marks:
+            marks.take(self.kept.marks)
+        self._readers = layout.readers(self.rank)
         self._outboxes: Registered | None = None  # once there are gradients
         self.version = self._given = 0
         self._touched: set[int] = set()  # layers with gradients of the step under way
@@ -99,8 +111,9 @@ class ExpertStore:
     def publish(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
         """Show the others this rank's experts: weights[layer][n] is `[own experts, *shapes[n]]`.
 
-        Every rank calls it, each as soon as it has read the version before for the last time; it waits until the others
-        have, too. DeadlineError names a rank that has not. ValueError for weights of other shapes."""
+        Every rank calls it, each as soon as it has read the version before for the last time; it waits until those that
+        read this rank's memory, its experts or its copies, have, too. DeadlineError names a rank that has not.
+        ValueError for weights of other shapes."""
         self.check_usable()
         own, lay = self.layout.own(self.rank), self.layout
         weights = _listed(
@@ -115,8 +128,8 @@ class ExpertStore:
             )
         self._require_here("weights", [stack for layer in weights for stack in layer])
         self._raise_changed(all_of_them=True)
-        self.memory.pulls.tell_behind(self.shared, places.READ, self.version)
-        self.wait(places.READ, self.version, "weights are still read by")
+        self.memory.pulls.tell_behind(self.shared, places.READ, self.version, [self.memory.keeping])
+        self.wait(places.READ, self.version, "weights are still read by", self._readers)
         self._own_marks.join()
         with torch.no_grad():
             for layer, stacks in enumerate(weights):
@@ -236,8 +249,9 @@ class ExpertStore:
         for n, stacks in enumerate(gradients):
             total, at = self._outgoing(layer, n), 0
             for stack in stacks:
-                part = total[at : at + len(stack)]
-                part.add_(stack) if layer in self._touched else part.copy_(stack)
+                for begin, end, there in self.layout.homeward(self.rank, at, at + len(stack)):
+                    part, given = total[there : there + end - begin], stack[begin - at : end - at]
+                    part.add_(given) if layer in self._touched else part.copy_(given)
                 at += len(stack)
         self._outbox_marks.add()
         self._touched.add(layer)
@@ -310,18 +324,31 @@ class ExpertStore:
 
     # ---- waits
 
+    @property
+    def is_usable(self) -> bool:
+        return self._failed is None
+
     def check_usable(self) -> None:
         """BufferFailedError after a wait that failed, or `close`."""
         if self._failed is not None:
             raise BufferFailedError(f"this store of expert weights failed before: {self._failed}") from self._failed
 
-    def wait(self, counter: int, value: int, what: str, ranks: Sequence[int] | None = None) -> None:
-        """Until the counter of all ranks (of `ranks`) has come to the value. DeadlineError names one that has not."""
+    def wait(
+        self,
+        counter: int,
+        value: int,
+        what: str,
+        ranks: Sequence[int] | None = None,
+        given_up: Callable[[], bool] | None = None,
+    ) -> None:
+        """Until the counter of all ranks (of `ranks`) has come to the value. DeadlineError names one that has not.
+        BufferFailedError when it is given up, by default when the store is closed."""
+        given_up = self.closing.is_set if given_up is None else given_up
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         for rank in range(self.layout.num_ranks) if ranks is None else ranks:
             while (seen := self.shared.seen(rank, counter, value)) is None or seen < value:
                 waited = time.monotonic() - started
-                if self.closing.is_set():
+                if given_up():
                     raise BufferFailedError("this store of expert weights was closed while a wait was under way")
                 if waited > self.timeout_s:
                     raise self.fail(
@@ -357,7 +384,7 @@ class ExpertStore:
         registered = [one for one in (self.shared, self._outboxes) if one is not None]
         if not self._closed:
             self._closed = True
-            self.memory.close(registered, [self._own_marks, self._outbox_marks], self.timeout_s)
+            self.memory.close(registered, [self._own_marks, self._outbox_marks, *self.kept_marks], self.timeout_s)
 
 
 def _listed(name: str, given: Sequence[Sequence[torch.Tensor]], what: str) -> list[list[torch.Tensor]]:

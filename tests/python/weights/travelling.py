@@ -31,7 +31,7 @@ def own_weights(layout, rank, version, device="cpu"):
 
 def others(layout, rank, layer, version):
     """Of each matrix the experts that a rank has not by itself, as lists."""
-    order = [(layout.first(rank) + i) % layout.num_experts for i in range(layout.own(rank), layout.num_experts)]
+    order = layout.order(rank)[layout.own(rank) :]
     return [[expert(version, layer, n, number, layout.dtype) for number in order] for n in range(len(SHAPES))]
 
 
@@ -48,12 +48,19 @@ def check_layer(prefetcher, layer, version):
 
 
 @st.composite
-def cases(draw):
-    num_ranks = draw(st.integers(1, 4))
+def layouts(draw, most_ranks=4, most_layers=5):
+    """Of any size of groups, with any number of kept copies."""
+    num_ranks = draw(st.integers(1, most_ranks))
+    group_size = draw(st.sampled_from([n for n in range(1, num_ranks + 1) if num_ranks % n == 0]))
     num_experts = draw(st.integers(num_ranks, 11))
-    held = draw(st.integers(-(-num_experts // num_ranks), num_experts))
+    held = draw(st.integers(-(-num_experts // group_size), num_experts))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    layout = WeightLayout(num_experts, num_ranks, draw(st.integers(1, 5)), SHAPES, dtype, held)
+    return WeightLayout(num_experts, num_ranks, draw(st.integers(1, most_layers)), SHAPES, dtype, held, group_size)
+
+
+@st.composite
+def cases(draw):
+    layout = draw(layouts())
     uses = st.tuples(st.integers(0, layout.num_layers - 1), st.booleans(), st.booleans())
     steps = draw(st.lists(st.lists(uses, max_size=8), min_size=1, max_size=3))
     return layout, draw(st.integers(2, 5)), draw(st.sampled_from([4, 20, 1 << 20])), steps
