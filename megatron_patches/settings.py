@@ -282,8 +282,9 @@ class Weights:
 
     * `move`: "tokens", to their experts; "weights", experts to the tokens, which stay on their rank; "auto": what the
       roofline of `hybrid_ep.perf.dwdp` finds faster on `cluster` (weight_cluster), layer by layer.
-    * `group` (weight_group): ranks that hold all experts among them: those of the expert-parallel group.
-    * `local_experts`: experts that a rank has without fetching, its own included; None: its own.
+    * `group` (weight_group): consecutive ranks that hold all experts among them, a divisor of the expert-parallel size;
+      None: all. What their owners do not bring into the group is copied there once a step.
+    * `local_experts`: experts that a rank has without fetching, its own included; None: its share of its group's.
     * `buffers` (weight_buffers): layers whose fetched experts are there at once, at least 2.
     """
 
@@ -299,7 +300,8 @@ class Weights:
         None,
         type=int,
         metavar="N",
-        help="Ranks that hold all experts among them: the expert parallel size.",
+        help="Ranks that hold all experts among them, and fetch layers from one another alone; a divisor of the expert "
+        "parallel size (the default: that).",
     )
     local_experts: int | None = option(
         "local_experts",
@@ -314,6 +316,10 @@ class Weights:
     cluster: str | None = option(
         "weight_cluster", None, metavar="NAME", help="The roofline's cluster (auto), a name of `hybrid-ep simulate`."
     )
+
+    def share(self, num_experts: int, num_ranks: int) -> int:
+        """The most experts that a rank has of those that its group of the expert-parallel ranks holds."""
+        return -(-num_experts // (self.group or num_ranks))
 
     @property
     def may_move(self) -> bool:

@@ -61,17 +61,18 @@ def check_supported(config: TransformerConfig, tp_size: int, num_ranks: int, wan
         raise ValueError(
             f"--hybrid-ep-move {wanted.move} does not work with {', '.join(found)}: drop them, or move tokens"
         )
-    if wanted.group not in (None, num_ranks):
+    if wanted.group is not None and num_ranks % wanted.group:
         raise ValueError(
-            f"weight_group (--hybrid-ep-weight-group) is {wanted.group}, and the ranks that hold all experts among "
-            f"them are the {num_ranks} of the expert-parallel group: give {num_ranks}, or make that group "
-            f"--expert-model-parallel-size {wanted.group}"
+            f"weight_group (--hybrid-ep-weight-group) is {wanted.group}, and groups of ranks that hold all experts "
+            f"among them divide the {num_ranks} of the expert-parallel group: give one of "
+            f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
         )
-    own, total = config.num_moe_experts // num_ranks, config.num_moe_experts
-    if wanted.local_experts is not None and not own <= wanted.local_experts <= total:
+    total = config.num_moe_experts
+    least = wanted.share(total, num_ranks)
+    if wanted.local_experts is not None and not least <= wanted.local_experts <= total:
         raise ValueError(
-            f"local_experts (--hybrid-ep-local-experts) is {wanted.local_experts}: give {own} (a rank's own) to "
-            f"{total} (all)"
+            f"local_experts (--hybrid-ep-local-experts) is {wanted.local_experts}: give {least} (a rank's share among "
+            f"the {wanted.group or num_ranks} that hold all) to {total} (all)"
         )
 
 
@@ -126,7 +127,7 @@ class WeightsManager(HybridEPManager):
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
-        """[T, H] -> [P, H] grouped by expert: all of them, this rank's own first, where weights travel.
+        """[T, H] -> [P, H] grouped by expert: all of them, in this rank's order, where weights travel.
 
         Nothing is exchanged then, but by the first forward of all layers, which sets the weights up."""
         if self.layer is None:
@@ -134,8 +135,9 @@ class WeightsManager(HybridEPManager):
         if not self.layer.travels(self.config, hidden_states):
             return super().dispatch(hidden_states)
         routing_map, probs = self.routed()
-        first = self.group.rank() * self.num_local_experts
-        self.here.setup_metadata(routing_map.roll(-first, 1), probs.roll(-first, 1))
+        order = self.layer.group.order
+        assert order is not None  # since they travel
+        self.here.setup_metadata(routing_map.index_select(1, order), probs.index_select(1, order))
         rows = self.here.dispatch(hidden_states)
         self.dispatched_probs, self.tokens_per_expert = self.here.dispatched_probs, self.here.tokens_per_expert
         return rows
@@ -227,6 +229,7 @@ class GroupWeights:
         self._fresh = False  # what is published is what the owners hold
         self._fetched_again: list[Use] = []  # by backwards that have not come to their end
         self._prefetcher: WeightPrefetcher | None = None
+        self.order: torch.Tensor | None = None  # int64 [E], experts as this rank has them, once weights travel
 
     def add(self, experts: GroupedExperts) -> LayerWeights:
         self.layers.append(LayerWeights(self, experts))
@@ -296,8 +299,10 @@ class GroupWeights:
             len(self.travelling),
             shapes,
             owners[0].dtype,
-            self.wanted.weights.local_experts or -(-config.num_moe_experts // self.group.size()),
+            self.wanted.weights.local_experts or self.wanted.weights.share(config.num_moe_experts, self.group.size()),
+            self.wanted.weights.group or self.group.size(),
         )
+        self.order = torch.tensor(layout.order(view.rank), dtype=torch.int64, device=device)
         store = ExpertStore(self.group, layout, timeout_s=limit, executor=executor)
         self._prefetcher = WeightPrefetcher(store, num_buffers=self.wanted.weights.buffers)
         weakref.finalize(self, self._prefetcher.close)  # its thread would live on otherwise

@@ -29,28 +29,41 @@ def travels(
     """Of a layer, for micro-batches of so many tokens a rank; equal on ranks told the same. place: its number, and of
     how many layers.
 
-    With "auto" rank 0 of the group prints the roofline's microseconds to stderr. It is a training step's choice where
-    the experts are trained, also when an evaluation comes first. In a group of one rank there is nothing to choose, and
-    tokens move."""
+    With "auto" rank 0 of the group prints the roofline's microseconds to stderr, and the memory of all layers. It is a
+    training step's choice where the experts are trained, also when an evaluation comes first. In a group of one rank
+    there is nothing to choose, and tokens move."""
     if wanted.cluster is None or group.size() == 1:
         return wanted.move == "weights"
     cluster = clusters.get(wanted.cluster)
     number, layers = place
+    model, ranks, training = model_of(config, experts), group.size(), experts.weight1.requires_grad
     found = dwdp.choose(
-        model_of(config, experts),
+        model,
         cluster,
         tokens,
-        group.size(),
+        ranks,
         "bf16",
-        training=experts.weight1.requires_grad,
+        training=training,
         micro_batches=micro_batches(),
         held=wanted.local_experts,
+        group=wanted.group,
         resident=wanted.buffers >= layers,
+    )
+    memory = dwdp.memory_bytes(
+        model,
+        ranks,
+        layers,
+        "bf16",
+        training=training,
+        buffers=wanted.buffers,
+        held=wanted.local_experts,
+        group=wanted.group,
     )
     if group.rank() == 0:
         print(
             f"hybrid_ep: MoE layer {number} moves {found.move}: on {cluster.name}, with {tokens} tokens a rank "
-            f"in bf16, {found.tokens_us:.0f} us moving tokens and {found.weights_us:.0f} us moving weights",
+            f"in bf16, {found.tokens_us:.0f} us moving tokens and {found.weights_us:.0f} us moving weights, "
+            f"for which {layers} layers take {memory / 2**20:,.0f} MiB a rank beside its parameters",
             file=sys.stderr,
             flush=True,
         )

@@ -144,20 +144,21 @@ def choose(
     training: bool,
     micro_batches: int = 1,
     held: int | None = None,
+    group: int | None = None,
     resident: bool = False,
     rates: Rates | None = None,
 ) -> Choice:
     """Whether tokens or weights should move for micro-batches of `tokens` per rank: the faster of the two.
 
     training: the backward computes twice the forward, exchanges as much and gathers the weights again; gradients go
-    home once in fp32, shared by the micro-batches of a step, with nothing beside them. held: experts that a rank has
-    without fetching, by default its own; copies of others are pulled once a step. resident: buffers hold all layers, so
-    that the rest is, too. rates: `rates_of` when None. ValueError for `held` that is not from a rank's own to all."""
+    home once in fp32, shared by the micro-batches of a step, with nothing beside them. group: ranks that hold all
+    experts among them, by default all. held: experts that a rank has without fetching, by default its share in its
+    group; copies of others are pulled once a step, and the rest of a layer from the other members. resident: buffers
+    hold all layers, so that the rest is pulled once, too. rates: `rates_of` when None. ValueError for a `group` that
+    does not divide ranks, and for `held` that is not from that share to all."""
     known = rates_of(model, cluster, dtype) if rates is None else rates
     at_home = model.experts // ranks
-    held = at_home if held is None else held
-    if not at_home <= held <= model.experts:
-        raise ValueError(f"held={held} must be from {at_home} (a rank's own experts) to {model.experts} (all)")
+    held = _held(model, ranks, group, held)
     each_time = 0 if resident else model.experts - held
     once = (model.experts if resident else held) - at_home
     at = layer(model, cluster, tokens, ranks, dtype, fetched=each_time + once / micro_batches, rates=known)
@@ -170,6 +171,39 @@ def choose(
         back = max(2 * at.compute_us, _pull_us(model, each_time, dtype, known)) * CONTENTION
         times = 3 * own * wait + 2 * at.exchange_us, at.dwdp_us + back + home / micro_batches
     return Choice("weights" if times[1] < times[0] else "tokens", *times)
+
+
+def _held(model: MoeModel, ranks: int, group: int | None, held: int | None) -> int:
+    """What a rank has without fetching. ValueError as for `choose`."""
+    group = ranks if group is None else group
+    if group < 1 or ranks % group:
+        raise ValueError(f"group={group} must divide the {ranks} ranks")
+    share = -(-model.experts // group)
+    held = share if held is None else held
+    if not share <= held <= model.experts:
+        raise ValueError(
+            f"held={held} must be from {share} (a rank's share in a group of {group}) to {model.experts} (all)"
+        )
+    return held
+
+
+def memory_bytes(
+    model: MoeModel,
+    ranks: int,
+    layers: int,
+    dtype: str,
+    *,
+    training: bool,
+    buffers: int = 2,
+    held: int | None = None,
+    group: int | None = None,
+) -> float:
+    """What moving the weights of so many layers takes of a rank, beside its parameters: registered experts, copies of
+    others, buffers, and in training fp32 gradients of others. group, held: as for `choose`; ValueError, too."""
+    at_home, held = model.experts // ranks, _held(model, ranks, group, held)
+    experts = layers * held + max(2, min(buffers, layers)) * (model.experts - held)
+    gradients = layers * (model.experts - at_home) if training else 0
+    return model.expert_params * (experts * element_bytes(dtype) + gradients * 4)
 
 
 def byte_crossover(model: MoeModel, ranks: int, dtype: str, *, training: bool = False) -> float:

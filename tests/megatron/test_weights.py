@@ -83,7 +83,7 @@ def test_the_roofline_chooses_and_either_choice_gives_the_same_bits():
 
 @pytest.mark.version_free
 def test_the_roofline_is_asked_of_a_training_step_with_what_is_kept():
-    plain, kept = [True, 1, None, True], [True, 6, 7, True]  # two buffers have room for both layers
+    plain, kept = [True, 1, None, True, None], [True, 6, 7, True, 2]  # two buffers have room for both layers
     assert run("chosen_for_training", 2, 2) == [[*[plain] * 2, *[kept] * 2]] * 2
 
 

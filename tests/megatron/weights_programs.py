@@ -30,13 +30,16 @@ def bit_equality(ep):
     tokens, _ = train(groups, ep)
     assert all(torch.equal(4 * x, (4 * x).round()) for x in tokens) and len({float(x.sum()) for x in tokens}) > 9
     own = EXPERTS // ep
+    groups_of_two = [(None, 2, {"group": 2})] if ep == 4 else []
     for kept, num_buffers, options in (
+        *groups_of_two,
         (own, 2, {}),
         (min(own + 1, EXPERTS), 3, {"main_grad": True}),
         (EXPERTS, 2, {}),
         (min(own + 1, EXPERTS), 2, {"recompute": True}),
     ):
-        megatron_patches.apply(**ASKED, local_experts=kept, weight_buffers=num_buffers)
+        asked = {"local_experts": kept, "weight_group": options.pop("group", None)}
+        megatron_patches.apply(**ASKED, **asked, weight_buffers=num_buffers)
         found, _ = train(groups, ep, at_end=weights.bring_home, **options)
         assert equal(found, tokens), (kept, num_buffers, options)
         megatron_patches.revert()
@@ -317,8 +320,8 @@ def chosen_for_training(ep):
     asked = []
     choose = weights.weights_choice.dwdp.choose
     weights.weights_choice.dwdp.choose = lambda *given, **options: asked.append(options) or choose(*given, **options)
-    names = ("training", "micro_batches", "held", "resident")
-    for known, more in ((False, {}), (True, {"local_experts": EXPERTS - 1})):
+    names = ("training", "micro_batches", "held", "resident", "group")
+    for known, more in ((False, {}), (True, {"local_experts": EXPERTS - 1, "weight_group": ep})):
         if known:
             micro_batches.init_num_microbatches_calculator(0, None, 12, 1, 2)
         move = {"move": "auto", "weight_cluster": "gb200_nvl72"}
@@ -352,8 +355,9 @@ def refusals(ep):
     with pytest.raises(RuntimeError, match="attach"):
         dispatcher._comm_manager.dispatch(torch.zeros(1, 4))
     for given, text in (
-        ({"weight_group": ep + 1}, f"give {ep}, or make that group --expert-model-parallel-size {ep + 1}"),
-        ({"local_experts": 1}, f"give {EXPERTS // ep} .a rank's own. to {EXPERTS}"),
+        ({"weight_group": ep + 1}, f"is {ep + 1}, and groups .* divide the {ep} .*: give one of 1, {ep}$"),
+        ({"weight_group": 1, "local_experts": EXPERTS - 1}, f"give {EXPERTS} .* among the 1 that hold all"),
+        ({"local_experts": 1}, f"give {EXPERTS // ep} .a rank's share among the {ep} that hold all. to {EXPERTS}"),
         ({"local_experts": EXPERTS + 1}, "local_experts"),
     ):
         megatron_patches.apply(**ASKED, **given)
