@@ -36,7 +36,9 @@ class Job:
 
     tokens: int [iterations, ranks], of a rank's micro-batch. sequence: tokens of one sequence, for attention; 0: the
     micro-batch is one. cv: of the time of a layer on a rank, drawn for each. slices: of an owner's share of a layer; 1:
-    it is pulled whole. seed: of the noise."""
+    it is pulled whole. seed: of the noise. group: consecutive ranks that hold all experts among them and pull from one
+    another alone, as many experts of each; by default all. Copies from other groups are there: a forward brings
+    none."""
 
     model: MoeModel
     cluster: Cluster
@@ -48,6 +50,7 @@ class Job:
     slices: int = SLICES
     seed: int = 1
     rates: dwdp.Rates = dwdp.PUBLISHED_RATES
+    group: int | None = None
 
     def __post_init__(self) -> None:
         ranks = self.tokens.shape[1] if self.tokens.ndim == 2 else 0
@@ -56,6 +59,8 @@ class Job:
                 f"tokens of shape {self.tokens.shape} must be [iterations, ranks], all at least 1, the ranks at least "
                 f"2 and a divisor of the {self.model.experts} experts"
             )
+        if self.group is not None and (self.group < 2 or ranks % self.group):
+            raise ValueError(f"group={self.group} must be at least 2 and divide the {ranks} ranks")
         if min(self.layers, self.slices) < 1 or self.cv < 0:
             raise ValueError(
                 f"layers={self.layers} and slices={self.slices} must be at least 1, cv={self.cv} at least 0"
@@ -78,10 +83,17 @@ class Job:
         of_one = self.model.attention_flops / 2 / (self.rates.attention_tflops * 1e6)
         return sum(whole) - tokens * (tokens - self.sequence) * of_one
 
+    def others(self, rank: int) -> list[int]:
+        """Whom a rank pulls from: the members of its group, from the next one on."""
+        size = self.group or self.ranks
+        begin = rank - rank % size
+        return [begin + (rank - begin + step) % size for step in range(1, size)]
+
     @property
     def prefetch_us(self) -> float:
         """Of a layer, with nobody in the way."""
-        return dwdp.weight_bytes(self.model, self.ranks, self.dtype) / (self.rates.copy_gb_per_s * 1e3)
+        size = self.group or self.ranks
+        return dwdp.weight_bytes(self.model, size, self.dtype) / (self.rates.copy_gb_per_s * 1e3)
 
 
 @dataclass(frozen=True)
@@ -193,7 +205,7 @@ class _World:
 
     def _turn_to_a_free_owner(self, state: _Rank) -> None:
         """Copies of a batch may pass one another: the next slice comes from the next owner whose memory is free."""
-        for at, (owner, _) in enumerate(itertools.islice(state.slices, self.job.ranks - 1)):
+        for at, (owner, _) in enumerate(itertools.islice(state.slices, len(self.job.others(0)))):
             if not self.readers[owner]:
                 state.slices.insert(0, state.slices[at])
                 del state.slices[at + 1]
@@ -202,8 +214,8 @@ class _World:
     def _slices(self, rank: int) -> Iterator[tuple[int, float]]:
         """One of each owner in turn, from the next rank on."""
         job = self.job
-        each = job.prefetch_us / (job.ranks - 1) / job.slices
-        owners = [(rank + step) % job.ranks for step in range(1, job.ranks)]
+        owners = job.others(rank)
+        each = job.prefetch_us / len(owners) / job.slices
         for _ in range(job.slices):
             yield from ((owner, each) for owner in (owners if job.slices > 1 else sorted(owners)))
 

@@ -39,7 +39,7 @@ TAKERS: dict[str, tuple[str, ...]] = {
     "--seed": (*_EXCHANGE, _MOVE),
     "--num-sms": (*_EXCHANGE, _ADVICE),
     "--chunk": (_ONE, _SWEEP),
-    **dict.fromkeys(("--model", "--sequences", "--length-cv", "--shortest", "--slices"), (_MOVE,)),
+    **dict.fromkeys(("--model", "--sequences", "--length-cv", "--shortest", "--slices", "--weight-group"), (_MOVE,)),
     "--json": (*_EXCHANGE, _MOVE, _ADVICE),
     "--trace": (_ONE, _MOVE),
 }

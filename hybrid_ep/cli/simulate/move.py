@@ -24,6 +24,8 @@ def add_flags(group: Any) -> None:
     group.add_argument("--length-cv", type=float, default=0.0, help="of --move: ranks' tokens vary by that much")
     group.add_argument("--shortest", type=float, default=1.0,
                        help="of --move: or are drawn from that share of --tokens to --tokens")  # fmt: skip
+    group.add_argument("--weight-group", type=int, help="of --move: ranks that hold all experts among them "
+                       "(default: all); copies from other groups are there")  # fmt: skip
     group.add_argument("--slices", type=int, default=weight_events.SLICES,
                        help="of --move: of an owner's share of a layer; 1 pulls it whole")  # fmt: skip
 
@@ -50,6 +52,10 @@ def job_of(args: argparse.Namespace, cluster: Cluster) -> Job:
             f"--ranks-per-node {ranks}: must divide the {model.experts} experts of {model.name}; give "
             f"--ranks-per-node {fitting}"
         )
+    if args.weight_group is not None and (args.weight_group < 2 or ranks % args.weight_group):
+        raise ValueError(
+            f"--weight-group {args.weight_group}: must be at least 2 and divide the {ranks} of --ranks-per-node"
+        )
     tokens = weight_events.lengths(
         args.tokens, ranks, _ITERATIONS, cv=args.length_cv, shortest=args.shortest, seed=args.seed
     )
@@ -63,6 +69,7 @@ def job_of(args: argparse.Namespace, cluster: Cluster) -> Job:
         slices=args.slices,
         seed=args.seed,
         rates=dwdp.rates_of(model, cluster, args.dtype),
+        group=args.weight_group,
     )
 
 
@@ -75,6 +82,7 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         f"{job.model.name} on {job.ranks} ranks of {cluster.name}: {job.layers} MoE layers forward, {args.dtype}\n"
         f"{_ITERATIONS} iterations of {job.tokens.mean():,.0f} tokens a rank ({job.tokens.min():,} to "
         f"{job.tokens.max():,}), sequences of {job.sequence:,}"
+        + (f", weights in groups of {job.group} ranks" if job.group else "")
     )
     print(f"{'what moves':12}{'iteration ms':>14}{'compute':>10}{'exchange':>10}{'waits':>10}{'engine blocked':>16}")
     for move, got in found.items():
@@ -95,6 +103,7 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         "model": job.model.name,
         "dtype": args.dtype,
         "ranks": job.ranks,
+        "weight_group": job.group or job.ranks,
         "tokens": job.tokens.tolist(),
         "prefetch_us": job.prefetch_us,
         "faster": faster,

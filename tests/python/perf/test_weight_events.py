@@ -79,7 +79,8 @@ def test_laws(ranks, iterations, layers, most, slices, data):
     tokens = np.array(
         data.draw(st.lists(st.integers(1, most), min_size=ranks * iterations, max_size=ranks * iterations))
     )
-    asked = Job(DEEPSEEK, GB200, tokens.reshape(iterations, ranks), layers, slices=slices)
+    group = data.draw(st.sampled_from([None, *(n for n in (2, 4, 8) if n <= ranks)]))
+    asked = Job(DEEPSEEK, GB200, tokens.reshape(iterations, ranks), layers, slices=slices, group=group)
     got = weights_move(asked)
     alone = asked.compute_us(DEEPSEEK.experts).sum(axis=(0, 1)).mean() / iterations
     assert got.iteration_us >= max(alone, asked.prefetch_us * layers) * (1 - 1e-9)
@@ -90,6 +91,7 @@ def test_laws(ranks, iterations, layers, most, slices, data):
         tracks.setdefault((span.process, span.track), []).append((span.start, span.start + span.duration))
         if span.track == "copy engine" and span.name.startswith("layer"):
             memory = ("memory", span.name.split(" of ")[1])
+            assert int(memory[1].split()[1]) in asked.others(int(span.process.split()[1]))
             tracks.setdefault(memory, []).append((span.start, span.start + span.duration))
     for spans in tracks.values():
         spans.sort()
@@ -97,6 +99,20 @@ def test_laws(ranks, iterations, layers, most, slices, data):
     assert sum(span.name == f"layer {layers - 1}" for span in got.spans) == ranks * iterations
     moved = tokens_move(asked)
     assert moved.iteration_us == pytest.approx(moved.compute_us + moved.exchange_us + moved.waited_us)
+
+
+def test_a_group_pulls_fewer_experts_than_all_ranks_and_a_group_of_all_as_many():
+    """Two of four ranks have half of the experts each and pull 128, of 192; where that is what lasts, time is less."""
+    whole = job(1024, layers=8)
+    pairs, all_four = replace(whole, group=2), replace(whole, group=4)
+    assert pairs.prefetch_us == pytest.approx(whole.prefetch_us * 128 / 192)
+    assert weights_move(all_four) == weights_move(whole)
+    assert weights_move(pairs).iteration_us < 0.8 * weights_move(whole).iteration_us
+    assert [pairs.others(rank) for rank in range(4)] == [[1], [0], [3], [2]]
+    assert all_four.others(2) == [3, 0, 1]
+    for group in (1, 3, 8):
+        with pytest.raises(ValueError, match=f"group={group} must be at least 2 and divide the 4"):
+            replace(whole, group=group)
 
 
 def test_wrong_numbers_say_what_is_right():
@@ -116,6 +132,11 @@ def test_the_command(tmp_path, capsys):
     said, numbers = capsys.readouterr().out, json.loads((tmp_path / "j.json").read_text())
     assert "moving weights takes -" in said and numbers["faster"] == "weights"
     names = {event["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
+    assert numbers["weight_group"] == 4
+    assert main([*words.split(), "--weight-group", "2", "--json", str(tmp_path / "g.json")]) == 0
+    of_two = json.loads((tmp_path / "g.json").read_text())
+    assert of_two["weight_group"] == 2 and of_two["prefetch_us"] == pytest.approx(numbers["prefetch_us"] * 2 / 3)
+    assert "weights in groups of 2 ranks" in capsys.readouterr().out
     assert "waits for weights" in names and any(name.startswith("waits for rank") for name in names)
 
 
@@ -125,6 +146,8 @@ def test_the_command(tmp_path, capsys):
         ("--nodes 2", "--nodes 2: weights move inside"),
         ("--ranks-per-node 1", "--ranks-per-node 1: must be from 2 to"),
         ("--slices 0", "--slices 0"),
+        ("--ranks-per-node 4 --weight-group 3", "--weight-group 3: must be at least 2 and divide the 4 of --ranks-per"),
+        ("--ranks-per-node 4 --weight-group 1", "--weight-group 1: must be at least 2"),
         ("--tokens 2 --sequences 3", "--sequences 3"),
         ("--recommend deepseek_v3 --gpus 8", "question of its own"),
     ],
