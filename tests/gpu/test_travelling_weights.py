@@ -73,7 +73,7 @@ def brought_home(layout, rank, group, executor, steps=2):
     store, found = ExpertStore(group, layout, timeout_s=30, executor=executor), []
     store.open_gradients()
     where = store.memory.device
-    order = [(layout.first(rank) + i) % layout.num_experts for i in range(layout.own(rank), layout.num_experts)]
+    order = layout.order(rank)[layout.own(rank) :]
     for step in range(steps):
         for micro in (0, 1):
             for layer in range(layout.num_layers - micro):  # one is touched once only
@@ -92,9 +92,10 @@ def brought_home(layout, rank, group, executor, steps=2):
     return found
 
 
-@pytest.mark.parametrize("num_ranks, num_experts", [(2, 5), (3, 7), (4, 4)])
-def test_gradients_come_home_with_the_bits_of_the_host(num_ranks, num_experts):
-    layout = WeightLayout(num_experts, num_ranks, 3, SHAPES, torch.float32, -(-num_experts // num_ranks))
+@pytest.mark.parametrize("num_ranks, num_experts, group_size", [(2, 5, 2), (3, 7, 3), (4, 4, 4), (4, 7, 2)])
+def test_gradients_come_home_with_the_bits_of_the_host(num_ranks, num_experts, group_size):
+    held = -(-num_experts // group_size)
+    layout = WeightLayout(num_experts, num_ranks, 3, SHAPES, torch.float32, held, group_size)
     found = on_gpu(num_ranks, lambda rank, group: brought_home(layout, rank, group, "cuda"))
     wanted = VirtualWorld(1, num_ranks).run(lambda rank, group: brought_home(layout, rank, group, "host"))
     for mine, hosts in zip(found, wanted, strict=True):
@@ -116,21 +117,31 @@ def told_apart(turn, layer, n):
     return float(turn * 100 + layer * 10 + n + 1)
 
 
-def train_late(rank, group, late, seconds):
+TWO = WeightLayout(4, 2, 3, SHAPES, torch.float32, 2)
+GROUPS = WeightLayout(8, 4, 3, SHAPES, torch.float32, 4, 2)  # of two ranks
+
+
+def train_late(rank, group, late, seconds, layout=TWO):
     """Two versions, each read forward, and then gradients that go home twice, issued without a wait of the host but for
-    the other rank's counters. Rank 1's streams sleep where `late` says. Whether everything was right."""
-    layout = WeightLayout(4, 2, 3, SHAPES, torch.float32, 2)
+    the other ranks' counters. Rank 1's streams sleep where `late` says. Whether everything was right."""
     store = store_of(group, layout)
     store.open_gradients()
     prefetcher = WeightPrefetcher(store)
     compute, memory = torch.cuda.current_stream(), store.memory
     weights = [own_weights(layout, rank, version, "cuda") for version in range(3)]
     sums = {turn: [[torch.zeros(2, *s, device="cuda") for s in SHAPES] for _ in range(3)] for turn in (1, 2)}
-    seen = []
+    seen, keep = [], memory.keeping.pull
 
     def sleep(before, streams):
         if before == late and rank == 1:
             asleep(seconds, streams)
+
+    def kept(sources, work):
+        if store.version == 2:  # of three
+            sleep("copies", memory.keeping.streams)
+        return keep(sources, work)
+
+    memory.keeping.pull = kept
 
     def add(layer, n, parts):
         if turn == 1 and layer == n == 0:
@@ -154,7 +165,8 @@ def train_late(rank, group, late, seconds):
             sleep("sums", [compute])
         for layer in range(3):
             given = [
-                torch.full((2, *shape), told_apart(turn, layer, n), device="cuda") for n, shape in enumerate(SHAPES)
+                torch.full((layout.num_experts - 2, *shape), told_apart(turn, layer, n), device="cuda")
+                for n, shape in enumerate(SHAPES)
             ]
             store.add_gradients(layer, [[part] for part in given])
         if turn == 1:
@@ -169,7 +181,7 @@ def train_late(rank, group, late, seconds):
         for stack, wanted in zip(stacks, others(layout, rank, layer, version), strict=True)
     ]
     right += [
-        bool((total == told_apart(turn, layer, n)).all())
+        bool((total == (layout.num_ranks - 1) * told_apart(turn, layer, n)).all())
         for turn, layers in sums.items()
         for layer, totals in enumerate(layers)
         for n, total in enumerate(totals)
@@ -199,6 +211,19 @@ def without_joins(of_copies):
     return mock.patch.object(device_memory.StreamMarks, "join", join)
 
 
+def uses_of_copies_forgotten():
+    """A release marks the use of the buffer, and not that of the copies that are kept."""
+    release = WeightPrefetcher.release
+
+    def forgets(self, layer, **how):
+        known = self.store.kept_marks
+        self.store.kept_marks = [self.store.memory.marks() for _ in known]
+        release(self, layer, **how)
+        self.store.kept_marks = known
+
+    return mock.patch.object(WeightPrefetcher, "release", forgets)
+
+
 # Which wait is left out -> before what a stream that is late must show it, and how to leave it out.
 WAITS = {
     "of a pull, for the last use of its buffer": ("a use", lambda: without_joins(True)),
@@ -210,23 +235,35 @@ WAITS = {
     "of GIVEN, for the sums": ("sums", lambda: told_at_once(places.GIVEN)),
     "of TAKEN, for the pulls": ("the way home", lambda: told_at_once(places.TAKEN)),
 }
+# The same where groups hold all experts.
+GROUP_WAITS = {
+    "of KEPT, for the copies": ("copies", lambda: told_at_once(places.KEPT)),
+    "of READ, for the copies": ("copies", lambda: told_at_once(places.READ)),
+    "of a layer, for its copies": ("copies", lambda: without_joins(False)),
+    "of copies, for the last use of those before": ("a use", uses_of_copies_forgotten),
+}
+LATE = [(late, TWO) for late, _ in WAITS.values()] + [(late, GROUPS) for late, _ in GROUP_WAITS.values()]
 
 
-@pytest.mark.parametrize("late", sorted({late for late, _ in WAITS.values()}))
-def test_whatever_is_late_is_waited_for(late):
-    assert on_gpu(2, lambda rank, group: train_late(rank, group, late, 0.1)) == [True, True]
+@pytest.mark.parametrize("late, layout", sorted(set(LATE), key=str))
+def test_whatever_is_late_is_waited_for(late, layout):
+    def work(rank, group):
+        return train_late(rank, group, late, 0.1, layout)
+
+    assert on_gpu(layout.num_ranks, work) == [True] * layout.num_ranks
 
 
-@pytest.mark.parametrize("left_out", WAITS)
+@pytest.mark.parametrize("left_out", [*WAITS, *GROUP_WAITS])
 def test_each_of_the_waits_is_needed(left_out):
     """On a machine whose hosts are slow, streams must be late for longer."""
-    late, without = WAITS[left_out]
+    late, without = (WAITS | GROUP_WAITS)[left_out]
+    layout = TWO if left_out in WAITS else GROUPS
 
     def work(rank, group, seconds):
-        return train_late(rank, group, late, seconds)
+        return train_late(rank, group, late, seconds, layout)
 
     with without():
-        found = (on_gpu(2, functools.partial(work, seconds=seconds)) for seconds in (0.1, 0.4, 1.6))
+        found = (on_gpu(layout.num_ranks, functools.partial(work, seconds=seconds)) for seconds in (0.1, 0.4, 1.6))
         assert not all(all(ranks) for ranks in found)
 
 

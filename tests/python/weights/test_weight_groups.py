@@ -222,8 +222,13 @@ def test_with_buffers_for_all_layers_an_evaluation_reads_nothing_more():
 
 
 def test_ranks_that_fetch_nothing_serve_the_others_version_after_version():
+    """One of them is slow to copy: it publishes anew when the copies of all layers are there, not before, for the owner
+    writes over what they come from."""
+
     def run(rank, group):
         prefetcher = make(group, FOUR)
+        if rank == 1:
+            slow_copies(prefetcher.store, 0.1)
         for version in range(3):
             prefetcher.publish(own_weights(FOUR, rank, version))
             for layer in (4, 1, 0) if rank in (0, 3) else ():
