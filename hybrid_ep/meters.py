@@ -46,7 +46,8 @@ class Meters:
         Where each rank has a lane of its own, on a GPU with one node (of up to 512 ranks in an exchange, 32 in a
         dispatch and a combine), all that are late count; a lane that looks at one after the other, as a host's, finds
         there whoever came while it waited for another, who then has 0, and between nodes an exchange charges a rank
-        for what it takes beyond its node's. Not counted: the latency path, and what waits for rows. ValueError."""
+        for what it takes beyond its node's. The latency path counts in dispatches that route. Not counted: what waits
+        for rows, as all else on that path does. ValueError."""
         if during is not None and during not in WAITED_IN:
             raise ValueError(f"during={during!r} must be one of {WAITED_IN}, or None for all of them")
         waited = self._open_session().wait_seconds()
