@@ -58,8 +58,8 @@ struct LineShare {
   }
 };
 
-// What a wait tells of itself, by all lanes of the warp that waits: that the first look has found something missing, and
-// that all is there.
+// What a wait tells of itself, by all lanes of the warp that waits: that the first look has found something missing,
+// and that all is there.
 struct Untold {
   HEP_DEVICE void begin() {}
   HEP_DEVICE void end() {}

@@ -27,12 +27,11 @@ struct LatencyCountsRole {
   HEP_DEVICE void receive() {
     if constexpr (kHasRail<Net>) receive_from_rail();
     const int ranks = p.world.num_ranks(), locals = p.world.num_local_ranks, own = p.world.local_rank();
-    for (int i = 1 + a.warp_idx(); i < locals; i += a.num_warps())
-      take(p.world.rank_of(p.world.node(), (own + i) % locals));
-    if constexpr (kHasRail<Net>)
-      for (int i = a.warp_idx(), behind = p.world.rank_of(p.world.node(), locals); i < ranks - locals;
-           i += a.num_warps())
-        if (const int rank = (behind + i) % ranks; rank % locals != own) take(rank);
+    const int node = p.world.rank_of(p.world.node(), 0);
+    for (int i = 1 + a.warp_idx(); i < ranks; i += a.num_warps())
+      if (const int rank = i < locals ? node + (own + i) % locals : (node + i) % ranks;
+          i < locals || rank % locals != own)
+        take(rank);
   }
 
  private:
@@ -79,32 +78,37 @@ struct LatencyCountsRole {
       count(num_lines() * sizeof(Line));
     }
   }
-  // Counts a rank's delay. A vector of another node comes by a rank of this one, whose own is waited for first.
+  // Counts a rank's delay.
   struct Late {
     LatencyCountsRole& role;
     const int rank;
     uint64_t since = 0;
 
-    HEP_DEVICE void begin() {
-      const World& world = role.p.world;
-      const int local = rank % world.num_local_ranks, by = world.rank_of(world.node(), local);
-      if (kHasRail<Net> && by != rank && by != world.rank) {
-        uint64_t words[A::kLineWords];
-        role.p.link.wait(role.a, role.p.link.slab(role.flag, world.local_rank(), by), role.flag, words,
-                         {Site::kLatencyHeader, by});
-      }
-      since = role.a.clock_ns();
-    }
+    HEP_DEVICE void begin() { since = role.a.clock_ns(); }
     HEP_DEVICE void end() {
       if (role.a.elect_one()) role.a.count_rank(role.p.route.waited + rank, role.a.clock_ns() - since);
     }
   };
+  // Likewise; a vector of another node comes by a rank of this one, whose own is waited for first.
+  struct LateHere : Late {
+    HEP_DEVICE void begin() {
+      if (kHasRail<Net>) this->role.await_who_hands_on(this->rank);
+      Late::begin();
+    }
+  };
+  HEP_DEVICE void await_who_hands_on(int rank) {
+    const int by = p.world.rank_of(p.world.node(), rank % p.world.num_local_ranks);
+    uint64_t words[A::kLineWords];
+    const Line* own = by == rank ? nullptr : p.link.slab(flag, p.world.local_rank(), by);
+    while (!a.ld_line(own, flag, words)) a.poll_idle({Site::kLatencyHeader, by}, flag, 0);
+    a.poll_reset();
+  }
   HEP_DEVICE void take(int rank) {
     const Line* from = p.link.slab(flag, p.world.local_rank(), rank);
     each_line([&](uint32_t line, bool there) {
       uint64_t words[A::kLineWords];
       p.link.wait(a, there ? from + line : nullptr, flag, words, {Site::kLatencyHeader, rank, int64_t(line)},
-                  Late{*this, rank});
+                  LateHere{{*this, rank}});
       part.each_word(line, [&](uint32_t w, uint32_t m) {
         if (there && m < num_words()) a.st_global(vector(rank) + m, words[w]);
       });

@@ -126,7 +126,10 @@ def train_late(rank, group, late, seconds, layout=TWO):
     the other ranks' counters. Rank 1's streams sleep where `late` says. Whether everything was right."""
     store = store_of(group, layout)
     store.open_gradients()
-    prefetcher = WeightPrefetcher(store)
+    # With a buffer for each layer no pull of this version, hence not READ, is behind the use of one; and the first
+    # layer is used last, whose copies of the next version come first.
+    order, num_buffers = ((2, 1, 0), 3) if late == "the last use" else ((0, 1, 2), 2)
+    prefetcher = WeightPrefetcher(store, num_buffers=num_buffers)
     compute, memory = torch.cuda.current_stream(), store.memory
     weights = [own_weights(layout, rank, version, "cuda") for version in range(3)]
     sums = {turn: [[torch.zeros(2, *s, device="cuda") for s in SHAPES] for _ in range(3)] for turn in (1, 2)}
@@ -153,11 +156,13 @@ def train_late(rank, group, late, seconds, layout=TWO):
         if version == 1:
             sleep("writes", [compute])
         prefetcher.publish(weights[version])
-        for layer in range(3) if version < 2 else ():
+        for layer in order if version < 2 else ():
             there = prefetcher.acquire(layer)
             if version == 1 and layer == 0:
                 sleep("a use", [compute])
                 sleep("a pull", memory.pulls.streams)
+            if version == 1 and layer == order[-1]:
+                sleep("the last use", [compute])
             seen.append((layer, version, read(there)))
             prefetcher.release(layer, training=False)
     for turn in (1, 2):
@@ -240,7 +245,7 @@ GROUP_WAITS = {
     "of KEPT, for the copies": ("copies", lambda: told_at_once(places.KEPT)),
     "of READ, for the copies": ("copies", lambda: told_at_once(places.READ)),
     "of a layer, for its copies": ("copies", lambda: without_joins(False)),
-    "of copies, for the last use of those before": ("a use", uses_of_copies_forgotten),
+    "of copies, for the last use of those before": ("the last use", uses_of_copies_forgotten),
 }
 LATE = [(late, TWO) for late, _ in WAITS.values()] + [(late, GROUPS) for late, _ in GROUP_WAITS.values()]
 

@@ -16,6 +16,10 @@ def routed(buffer, call, _):
     buffer.dispatch_with_permute(**call, non_blocking=True)
 
 
+def by_lines(buffer, call, _):
+    buffer.dispatch_with_permute(**call, non_blocking=True, path="latency")
+
+
 def by_handle(buffer, call, handle):
     buffer.dispatch_with_permute(hidden=call["hidden"], handle=handle, num_permuted_tokens=call["num_permuted_tokens"])
 
@@ -25,15 +29,16 @@ def combined(buffer, call, handle):
     buffer.combine_with_unpermute(hidden=rows, handle=handle)
 
 
-STEPS = {"exchange": routed, "dispatch": by_handle, "combine": combined}
+STEPS = {"exchange": routed, "lines": by_lines, "dispatch": by_handle, "combine": combined}
 
 
 @pytest.mark.parametrize(
     "kind, shape, late",
-    [("exchange", (1, 3), 1), ("exchange", (2, 2), 2), ("dispatch", (1, 3), 2), ("combine", (1, 3), 1)],
+    [("exchange", (1, 3), 1), ("exchange", (2, 2), 2), ("dispatch", (1, 3), 2), ("combine", (1, 3), 1)]
+    + [("lines", (1, 3), 1), ("lines", (2, 2), 2)],
 )
 def test_every_other_rank_waits_for_the_late_one(kind, shape, late):
-    world = GpuWorld(*shape, 2, skew=0)
+    world = GpuWorld(*shape, 2, skew=0, latency_tokens=8)
     size = world.world.size
     meet = threading.Barrier(size)
 
@@ -45,6 +50,7 @@ def test_every_other_rank_waits_for_the_late_one(kind, shape, late):
         buffer.dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=2 * size)  # makes room
         *_, handle = buffer.dispatch_with_permute(**call, non_blocking=True)
         combined(buffer, call, handle)  # whose first call loads its kernel
+        by_lines(buffer, call, None)
         stream.synchronize()
         buffer.reset_traffic()
         meet.wait(60)
@@ -52,9 +58,9 @@ def test_every_other_rank_waits_for_the_late_one(kind, shape, late):
             time.sleep(DELAY_S)
         STEPS[kind](buffer, call, handle)
         stream.synchronize()
-        if kind != "exchange":
+        if kind not in ("exchange", "lines"):
             assert not any(buffer.wait_seconds("exchange"))
-        return buffer.wait_seconds(kind)
+        return buffer.wait_seconds("exchange" if kind == "lines" else kind)
 
     found = world.run(work)
     world.close()
