@@ -22,10 +22,14 @@ def whole_bytes(num_bytes: int, streams: int = 1) -> int:
 
 def default_arena_bytes(shape: dict[str, int], streams: int = 1) -> int:
     """Two and a half results of each of so many streams, at most 1 GiB; none where a stream's part of that would not
-    hold one."""
-    rows = shape["max_tokens"] * shape["max_topk"]  # of a result, where ranks receive alike
-    one = rows * (shape["row_bytes"] + shape["scale_bytes"])
-    return min(streams * 5 * one // 2, _MOST_DEFAULT_ARENA) if streams * one <= _MOST_DEFAULT_ARENA else 0
+    hold one. Few tokens are as wide as the widest of a map may be: where results of that width are too large, those of
+    FIRST_TOPK experts a token count."""
+    for topk in (shape["max_topk"], min(shape["max_topk"], FIRST_TOPK)):
+        rows = shape["max_tokens"] * topk  # of a result, where ranks receive alike
+        one = rows * (shape["row_bytes"] + shape["scale_bytes"])
+        if streams * one <= _MOST_DEFAULT_ARENA:
+            return min(streams * 5 * one // 2, _MOST_DEFAULT_ARENA)
+    return 0
 
 
 def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:

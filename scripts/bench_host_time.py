@@ -1,10 +1,11 @@
 """The host's own work in a call, in microseconds of the calling thread's CPU: Python, the bindings and the core.
 
-    python scripts/bench_host_time.py [--ranks 8,72] [--calls 2000] [--out FILE.json] [--profile blocking]
+    python scripts/bench_host_time.py [--ranks 8,72] [--experts 4] [--calls 2000] [--out FILE.json] [--profile blocking]
 
 Rank 0 of a group makes real calls on an engine that launches nothing (_core.Engine.unlaunched): it answers at once,
 with the counts that come of every rank having this one's routing, so nothing is waited for and nothing is subtracted.
 Calls are made as on a GPU: the host looks at no choice of topk_idx. What a driver takes for a launch is not in it.
+Of calls with clones, `clones` gives matrices in stacks, `apart` expert by expert.
 --out: the samples too, each the mean of 50 calls. --profile: cProfile of one kind of call on the largest group."""
 
 import argparse
@@ -34,7 +35,8 @@ from hybrid_ep.runtime.bootstrap import Rendezvous  # noqa: E402
 from hybrid_ep.spares import SpareSlots  # noqa: E402
 from hybrid_ep.testing import VirtualGroup  # noqa: E402
 
-HIDDEN, TOKENS, TOPK, EXPERTS_PER_RANK = 64, 4, 4, 4  # the host's work does not depend on them
+HIDDEN, TOKENS, TOPK = 64, 4, 4  # the host's work does not depend on them
+EXPERTS_PER_RANK = 4  # unless told otherwise; it counts where their matrices are given one by one
 BUDGET = 128  # permuted rows of a call that does not wait
 MATRICES = [(16, 16), (16, 8)]  # of an expert, in which clones travel
 WARM_UP, SAMPLE = 50, 50  # calls before the first sample, and in each
@@ -99,14 +101,14 @@ class Unpushed:
     await_weights = collect_gradients = push_weights
 
 
-def lone_slots(rank: int, num_ranks: int) -> SpareSlots:
+def lone_slots(rank: int, num_ranks: int, num_owners: int) -> SpareSlots:
     """Spare slots of such a rank, one of each."""
     group = VirtualGroup(rank, num_ranks, "host_time_slots", dist.HashStore(), Memories())
     with mock.patch.object(Rendezvous, "exchange", alike), mock.patch.object(_core, "Engine", unlaunched):
         slots = SpareSlots(
             group,
             spare_slots=1,
-            num_owners=EXPERTS_PER_RANK,
+            num_owners=num_owners,
             shapes=MATRICES,
             dtype=torch.bfloat16,
             num_of_hybrid_ep_ranks_per_nvlink_domain=num_ranks,
@@ -123,22 +125,24 @@ class Group:
     rows: torch.Tensor | None = None
     handle: tuple | None = None
 
-    def __init__(self, num_ranks: int, kind: str) -> None:
-        clones = {"clones": MicrobatchOptions(spare_slots=1)} if kind in ("plan", "clones") else {}
-        slots = EXPERTS_PER_RANK + bool(clones)
+    def __init__(self, num_ranks: int, kind: str, experts: int = EXPERTS_PER_RANK) -> None:
+        clones = {"clones": MicrobatchOptions(spare_slots=1)} if kind in ("plan", "clones", "apart") else {}
+        slots = experts + bool(clones)
         self.buffer = lone_buffer(0, num_ranks, num_ranks, HIDDEN, TOKENS, slots, arena_mib=1, **clones)
         self.session = self.buffer._session
         self.session.runs_beside = True
-        num_experts = num_ranks * EXPERTS_PER_RANK
+        num_experts = num_ranks * experts
         self.x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
         # A pair for every rank in turn, the first for this one.
-        self.idx = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) * EXPERTS_PER_RANK % num_experts
+        self.idx = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) * experts % num_experts
         self.weights = torch.ones(TOKENS, TOPK)
         self.common = dict(hidden=self.x, topk_idx=self.idx, topk_weights=self.weights, num_of_experts=num_experts)
-        if kind == "clones":
-            self.slots = lone_slots(0, num_ranks)
-            self.experts = [torch.zeros(EXPERTS_PER_RANK, *m, dtype=torch.bfloat16) for m in MATRICES]
-            self.sums = [torch.zeros(EXPERTS_PER_RANK, *m, dtype=torch.float32) for m in MATRICES]
+        if kind in ("clones", "apart"):
+            self.slots = lone_slots(0, num_ranks, experts)
+            self.experts = [torch.zeros(experts, *m, dtype=torch.bfloat16) for m in MATRICES]
+            self.sums = [torch.zeros(experts, *m, dtype=torch.float32) for m in MATRICES]
+        if kind == "apart":  # expert by expert
+            self.experts, self.sums = (list(zip(*stacks, strict=True)) for stacks in (self.experts, self.sums))
         if kind in ("cached", "combine"):
             self.rows, *_, self.handle = self.blocking()
 
@@ -174,12 +178,13 @@ CALLS = {
     "combine": Group.combine,
     "plan": Group.plan,
     "clones": Group.clones,
+    "apart": Group.clones,
 }
 
 
-def samples_us(num_ranks: int, kind: str, num_calls: int) -> list[float]:
+def samples_us(num_ranks: int, kind: str, num_calls: int, experts: int) -> list[float]:
     """CPU time of the thread in a call: means of SAMPLE calls, for the clock itself takes a good part of one."""
-    group, call, samples = Group(num_ranks, kind), CALLS[kind], []
+    group, call, samples = Group(num_ranks, kind, experts), CALLS[kind], []
     for _ in range(WARM_UP):
         call(group)
     for _ in range(max(1, num_calls // SAMPLE)):
@@ -210,13 +215,14 @@ def about() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,72", help="group sizes, with commas between")
+    parser.add_argument("--experts", type=int, default=EXPERTS_PER_RANK, help="of a rank")
     parser.add_argument("--calls", type=int, default=2000, help="of each kind")
     parser.add_argument("--out", type=Path, help="write the samples here, as JSON")
     parser.add_argument("--profile", choices=CALLS, help="where the time of this kind of call goes")
     o = parser.parse_args()
     sizes = [int(size) for size in o.ranks.split(",")]
     if o.profile:
-        group, profile = Group(sizes[-1], o.profile), cProfile.Profile()
+        group, profile = Group(sizes[-1], o.profile, o.experts), cProfile.Profile()
         profile.enable()
         for _ in range(o.calls):
             CALLS[o.profile](group)
@@ -227,12 +233,17 @@ def main() -> None:
     print(f"# thread CPU time of a call\n{'ranks':>5}  {'call':<12}{'median us':>10}{'least us':>10}")
     for size in sizes:
         for kind in CALLS:
-            samples = samples_us(size, kind, o.calls)
+            samples = samples_us(size, kind, o.calls, o.experts)
             row = {"ranks": size, "call": kind, "median_us": statistics.median(samples), "least_us": min(samples)}
             print(f"{size:>5}  {kind:<12}{row['median_us']:>10.1f}{row['least_us']:>10.1f}")
             rows.append({**row, "samples_us": [round(x, 2) for x in samples]})
     if o.out:
-        o.out.write_text(json.dumps({"schema": "hybrid_ep.host_time/1", **about(), "rows": rows}, indent=1) + "\n")
+        o.out.write_text(
+            json.dumps(
+                {"schema": "hybrid_ep.host_time/1", **about(), "experts_per_rank": o.experts, "rows": rows}, indent=1
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

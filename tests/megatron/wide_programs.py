@@ -3,6 +3,7 @@
 import contextlib
 from unittest import mock
 
+import pytest
 import rank_programs as programs
 import torch
 import torch.distributed as dist
@@ -11,6 +12,20 @@ from megatron.core.transformer.moe import moe_utils
 import megatron_patches
 from hybrid_ep.runtime import session
 from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
+
+
+def wrong_counts_end_the_run(manager, counts):
+    """Counts that lie on a device are compared there, when the rows are: nobody else looks at them."""
+    rows = int(counts[0])
+    for given, right in ((counts, True), (counts - (torch.arange(len(counts)) == 3).long(), False)):
+        on_device = torch.empty(len(counts), dtype=torch.int64, device="meta")
+        assert torch.equal(manager._promised_rows(rows, on_device), counts)
+        assert manager._promised == (on_device, rows)
+        manager._promised = given, rows
+        said = f"promises {rows} rows for each local expert"
+        with contextlib.nullcontext() if right else pytest.raises(RuntimeError, match=said):
+            manager.get_permuted_hidden_states_by_experts(torch.zeros(1))
+        assert manager._promised is None
 
 
 def wide_maps(ep, pad, latency_tokens=None, as_on_gpu=False):
@@ -47,6 +62,8 @@ def wide_maps(ep, pad, latency_tokens=None, as_on_gpu=False):
                 ours.token_combine(rows)
             assert lines.called == bool(latency_tokens)
         wanted = programs.six_steps(theirs, hidden, routing_map, probs)
+        if pad and as_on_gpu:
+            wrong_counts_end_the_run(ours._comm_manager, counts)
         kept = int(counts.sum())
         assert torch.equal(counts, wanted["counts"]) and kept == len(wanted["rows"])
         assert torch.equal(rows[:kept], wanted["rows"]) and torch.equal(row_probs[:kept], wanted["row_probs"])

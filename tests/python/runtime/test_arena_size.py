@@ -23,6 +23,14 @@ def test_a_part_of_the_default_holds_a_result_of_its_stream_or_there_is_none(tok
     assert whole in (0, min(streams * 5 * one // 2, 1024 * MIB))
 
 
+@pytest.mark.parametrize("topk", [9, 10, 64, 256, 65535])
+@pytest.mark.parametrize("tokens", [1, 1024, 4096, 9362, 20_000])
+def test_room_for_wide_maps_takes_no_arena_away(tokens, topk):
+    """Padding to capacity may give a token every expert; the rows of a rank are no more for that."""
+    narrow, wide = (buffer_sizes.default_arena_bytes(shape(tokens, topk=k)) for k in (8, topk))
+    assert wide >= narrow
+
+
 @pytest.mark.parametrize("streams", [1, 2, 8])
 @pytest.mark.parametrize("wanted", [0, 1, 10 * MIB, 10 * MIB + 1, 333 * MIB])
 def test_parts_are_what_torch_takes_whole(wanted, streams):
