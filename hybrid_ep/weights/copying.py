@@ -103,6 +103,10 @@ class CopyingThread:
         self._tasks.put(None)
         self._thread.join(2 * store.timeout_s)
 
+    def leave(self) -> None:
+        """Nobody asks any more: the thread ends behind what it was asked for. The store stays as it is."""
+        self._tasks.put(None)
+
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 

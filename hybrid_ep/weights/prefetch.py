@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -78,6 +79,7 @@ class WeightPrefetcher:
         self._renewal = Renewal(0)
         self._thread = CopyingThread(store, self.slice_bytes)
         self.statistics = self._thread.statistics
+        weakref.finalize(self, self._thread.leave)  # of one that is dropped without close()
 
     # ---- steps
 

@@ -249,24 +249,6 @@ def test_an_owner_that_does_not_publish_is_named_and_the_store_refused():
     assert VirtualWorld(1, 2).run(run)[0] is False
 
 
-def test_a_close_ends_a_wait():
-    layout = WeightLayout(2, 2, 1, SHAPES, torch.float32, 1)
-
-    def run(rank, group):
-        store = ExpertStore(group, layout, timeout_s=60)
-        if rank == 1:
-            return 0.0
-        prefetcher = WeightPrefetcher(store)
-        prefetcher.publish(own_weights(layout, rank, 0))
-        started = time.monotonic()
-        threading.Timer(0.2, prefetcher.close).start()
-        with pytest.raises(BufferFailedError, match="closed"):
-            prefetcher.acquire(0)
-        return time.monotonic() - started
-
-    assert VirtualWorld(1, 2).run(run)[0] < 20
-
-
 def test_wrong_uses_say_what_is_right():
     layout = WeightLayout(4, 1, 3, SHAPES, torch.float32, 4)
 
